@@ -244,7 +244,9 @@ def test_drafts_are_as_often_right_however_a_prompts_kv_came(
             assert metric(server, "hadal_cache_hit_tokens_total", place) > 0
 
 
-@pytest.mark.promise("a disk cache without it is not found, and the other way round")
+@pytest.mark.promise(
+    "a server with that layer does not find a disk cache without it, nor the reverse"
+)
 def test_blocks_that_have_the_modules_layer_are_others_than_those_without() -> None:
     drafting, plain = (
         resolve(Deployment(device="cpu", decode=UnitsConfig(drafts=drafts))).fingerprint

@@ -159,7 +159,7 @@ FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 
 
 @pytest.mark.promise(
-    "What is rounded therefore depends on neither width, placement, mode nor arrival: "
+    "Rounding therefore depends on neither width, placement, mode nor arrival order: "
     "with the same kernels the results are the same bits."
 )
 @pytest.mark.more("test_ep_model and tests/unit/model hold it without a server")

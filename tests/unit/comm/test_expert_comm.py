@@ -130,7 +130,7 @@ def run(
 
 
 @pytest.mark.promise(
-    "What is rounded therefore depends on neither width, placement, mode nor arrival: "
+    "Rounding therefore depends on neither width, placement, mode nor arrival order: "
     "with the same kernels the results are the same bits."
 )
 @pytest.mark.parametrize("seed", SEEDS)

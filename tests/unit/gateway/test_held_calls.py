@@ -217,8 +217,8 @@ def test_what_models_write_is_allowed_as_they_write_it(format: ToolFormat) -> No
 
 
 @pytest.mark.promise(
-    "A row behind drafts gets the mask of the text with those drafts, and is drawn from "
-    "only if they were drawn"
+    "A row after drafts gets the mask of the text with those drafts, and is sampled "
+    "only if those drafts were drawn"
 )
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_drafts_change_no_mask(format: ToolFormat) -> None:

@@ -40,7 +40,7 @@ def run_plain_ops() -> None:
     assert library.isa() == "plain"
 
 
-@pytest.mark.promise("where there is no compiler, or with HADAL_KERNELS=plain, the twins run")
+@pytest.mark.promise("Without a compiler, or with HADAL_KERNELS=plain, the plain twins run.")
 def test_the_plain_path_can_be_forced(
     fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_an_instruction_set_that_the_processor_lacks_is_refused(
     build.check_asked("avx2")
 
 
-@pytest.mark.promise("where there is no compiler, or with HADAL_KERNELS=plain, the twins run")
+@pytest.mark.promise("Without a compiler, or with HADAL_KERNELS=plain, the plain twins run.")
 @pytest.mark.promise("without one everything runs in plain torch, slower")
 def test_no_compiler_is_logged_once_and_the_plain_path_runs(
     fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

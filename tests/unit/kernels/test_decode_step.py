@@ -71,7 +71,7 @@ def small() -> ModelWeights:
 
 
 @pytest.mark.promise(
-    "Within one instruction set a row's result depends on nothing but the row: not on "
+    "Within one instruction set, a row's result depends on the row alone, not on "
     "batch, tile, thread or width."
 )
 @pytest.mark.parametrize("kind", KINDS)

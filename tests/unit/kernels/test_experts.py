@@ -44,7 +44,7 @@ def test_equals_the_twin(shape: tuple[int, int, int, int, int], kind: str) -> No
 
 
 @pytest.mark.promise(
-    "Within one instruction set a row's result depends on nothing but the row: not on "
+    "Within one instruction set, a row's result depends on the row alone, not on "
     "batch, tile, thread or width."
 )
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,7 +37,7 @@ def test_equals_its_twin(m: int, k: int, n: int, kind: str) -> None:
 
 
 @pytest.mark.promise(
-    "Within one instruction set a row's result depends on nothing but the row: not on "
+    "Within one instruction set, a row's result depends on the row alone, not on "
     "batch, tile, thread or width."
 )
 @pytest.mark.parametrize("kind", KINDS)

@@ -54,7 +54,7 @@ def test_overlapped_is_sequential_to_the_bit(
 
 
 @pytest.mark.promise(
-    "What is rounded therefore depends on neither width, placement, mode nor arrival: "
+    "Rounding therefore depends on neither width, placement, mode nor arrival order: "
     "with the same kernels the results are the same bits."
 )
 @pytest.mark.parametrize("name", ["plain", "all_moe", "deep"])

@@ -85,8 +85,8 @@ def decoded(
 
 
 @pytest.mark.promise(
-    "A token that sees no more than 2,048 runs the dense code, to the same bits, and "
-    "nothing is scored."
+    "A token with at most 2,048 visible positions runs the dense code, to the same "
+    "bits, and no position is scored."
 )
 @pytest.mark.usefixtures("prefill_form")
 @pytest.mark.parametrize("is_fused", [True, False])

@@ -88,8 +88,8 @@ def test_texts_drawn_at_random_are_valid(grammars: Grammars, name: str) -> None:
 
 
 @pytest.mark.promise(
-    "A row behind drafts gets the mask of the text with those drafts, and is drawn from "
-    "only if they were drawn"
+    "A row after drafts gets the mask of the text with those drafts, and is sampled "
+    "only if those drafts were drawn"
 )
 def test_drafts_leave_no_trace(grammars: Grammars) -> None:
     """Compare rows after drafts with those of a text that has them, after any earlier drafts."""

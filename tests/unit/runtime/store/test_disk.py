@@ -110,7 +110,9 @@ def test_a_successor_adopts_what_is_there_and_evicts_only_when_it_is_full(tmp_pa
         assert again.dropped == b""
 
 
-@pytest.mark.promise("a disk cache without it is not found, and the other way round")
+@pytest.mark.promise(
+    "a server with that layer does not find a disk cache without it, nor the reverse"
+)
 def test_another_models_segments_are_neither_read_nor_adopted_nor_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
