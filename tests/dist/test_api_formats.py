@@ -50,8 +50,8 @@ def gpt(server: Server) -> Iterator[OpenAI]:
 
 
 @pytest.mark.promise(
-    "The same conversation, greedy, gives the same tokens in all of them, streamed or "
-    "whole, with thinking and without"
+    "A greedy conversation gives the same tokens in all formats, streamed or whole, "
+    "with thinking and without"
 )
 @pytest.mark.parametrize("thinks", [False, pytest.param(True, marks=LIVE)])
 def test_the_same_conversation_gives_the_same_tokens(
@@ -180,8 +180,8 @@ def test_what_they_cost_is_written_down(twofold: Server) -> None:
         wait_until(lambda line=line: re.search(line, scraped()), f"{name} are counted")
 
 
-@pytest.mark.promise("Of several gateways any finds what any other keeps")
-@pytest.mark.promise("One that does not answer is a 503 to try again")
+@pytest.mark.promise("With several gateways, each finds the responses that another one keeps.")
+@pytest.mark.promise("A gateway that does not answer is a 503, and the client may retry.")
 @LIVE
 def test_any_gateway_goes_on_from_a_response_of_any_other(twofold: Server) -> None:
     """Any gateway continues any other's response. If the storing gateway is frozen, the reply is an

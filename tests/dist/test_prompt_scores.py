@@ -92,8 +92,8 @@ def assert_scored(server: Server, prompts: list[list[int]], expected: list[Score
 
 
 @pytest.mark.promise(
-    "All of such a prompt is computed: it has no names, so nothing of it is found in a "
-    "cache or left there."
+    "Such a prompt is computed completely: its blocks have no names, so none is found "
+    "in a cache or left there."
 )
 @OTHER_WAY
 @pytest.mark.slow("transformers is imported, and scores the prompts")
@@ -117,7 +117,7 @@ def test_ranks_small_chunks_two_micro_batches_and_drafts(
     assert_scored(borrow(chunk_tokens=50, prefill=prefill, decode=decode), prompts, expected)
 
 
-@pytest.mark.promise("max_tokens: 0 with them draws a token that nobody sees or pays.")
+@pytest.mark.promise("max_tokens: 0 with them draws one token that is neither shown nor charged.")
 def test_echo_is_what_harnesses_read(server: Server) -> None:
     """Reads the reply like lm-evaluation-harness: the last token was drawn, and of the others those
     after the context count.

@@ -112,7 +112,7 @@ def gateways(lost: set[str]) -> list[Responses]:
     return made
 
 
-@pytest.mark.promise("Of several gateways any finds what any other keeps")
+@pytest.mark.promise("With several gateways, each finds the responses that another one keeps.")
 @pytest.mark.promise("One key's responses do not exist for another.")
 @pytest.mark.parametrize("owner", range(3))
 @pytest.mark.parametrize("asked", range(3))
@@ -147,7 +147,7 @@ async def test_items_of_many_responses_are_not_looked_for() -> None:
         await gateways(set())[1].bodies_with("t", item_ids)
 
 
-@pytest.mark.promise("One that does not answer is a 503 to try again")
+@pytest.mark.promise("A gateway that does not answer is a 503, and the client may retry.")
 @pytest.mark.parametrize("lost", [FRONT, "gateway-2"])
 async def test_a_gateway_that_does_not_answer_is_told_from_one_that_keeps_nothing(
     lost: str, monkeypatch: pytest.MonkeyPatch

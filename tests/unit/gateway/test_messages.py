@@ -347,7 +347,7 @@ async def test_conversations_are_not_kept_and_the_client_sends_them_whole(
         assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
-@pytest.mark.promise("A stream that waits says ping.")
+@pytest.mark.promise("A waiting stream sends ping.")
 async def test_a_stream_that_waits_pings(model: ServedModel) -> None:
     async with scene(model, patience=Patience(keep_alive_s=0.05)) as it:
         it.units.go.clear()
@@ -358,8 +358,8 @@ async def test_a_stream_that_waits_pings(model: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    "usage counts tokens that a cache had as cache_read_input_tokens, and the others of "
-    "the prompt as input_tokens"
+    "usage counts cached prompt tokens as cache_read_input_tokens, and the other "
+    "prompt tokens as input_tokens"
 )
 async def test_tokens_that_a_cache_had_are_counted_apart(model: ServedModel) -> None:
     async with scene(model) as it:
@@ -477,7 +477,7 @@ def test_two_calls_with_text_around_them(taught: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    "of more than there is room for, the answer ends where the context does "
+    "a limit beyond the context ends the answer where the context does "
     "(model_context_window_exceeded)"
 )
 def test_an_answer_ends_where_the_context_does(model: ServedModel) -> None:

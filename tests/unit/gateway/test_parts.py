@@ -100,7 +100,7 @@ def whole_response(piece: Piece, kept: list[tuple[bytes, Turn]]) -> dict[str, An
     return body
 
 
-@pytest.mark.promise("However a reply is cut into pieces, its events add up to the whole one")
+@pytest.mark.promise("However a reply is cut into pieces, its events add up to the whole reply")
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_any_cut_of_any_reply_adds_up_to_the_whole_one(name: str, data: st.DataObject) -> None:
@@ -152,8 +152,8 @@ def test_parts_come_in_their_order() -> None:
 
 
 @pytest.mark.promise(
-    "What a call's arguments are, where a reply was cut off and they are no JSON object, "
-    'is {"INVALID_JSON": text}'
+    "If a reply was cut off and the arguments of a call are no JSON object, they are "
+    '{"INVALID_JSON": text}'
 )
 def test_what_is_no_object_is_not_lost() -> None:
     for arguments, found in (

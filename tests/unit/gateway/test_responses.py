@@ -296,7 +296,7 @@ async def test_what_is_cut_off_is_incomplete(model: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    "What is kept is the whole conversation, so the responses before it may be gone or deleted."
+    "A kept response has the whole conversation, so earlier responses may be gone or deleted."
 )
 async def test_a_response_is_gone_on_from(model: ServedModel) -> None:
     """The prompt has the whole conversation, without the first response's instructions."""
