@@ -214,7 +214,7 @@ def look(cache: Path, disk_mb: int, load: Load, found: Found, told: str) -> None
     found.num_acknowledged += load.acknowledged
 
 
-@pytest.mark.promise("So whatever kill -9 leaves behind is whole or is not there")
+@pytest.mark.promise("Everything that kill -9 leaves behind is therefore complete or absent")
 @pytest.mark.timeout(7200)
 @pytest.mark.more("whole servers are killed; test_disk_kills kills writers in `make test`")
 @pytest.mark.slow("rounds of servers, each killed")

@@ -114,7 +114,7 @@ class AgentWorld(World):
 NUM_AGENT_TURNS = 10
 
 
-@pytest.mark.promise("So each full block of prompt and answer is found")
+@pytest.mark.promise("Each full block of prompt and answer is therefore found")
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 1), (2, 3)])
 def test_an_agent_finds_all_full_blocks_of_what_was_said(
     prefill_ranks: int, decode_ranks: int

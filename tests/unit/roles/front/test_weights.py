@@ -83,8 +83,8 @@ BOTH = (("prefill-0", OLD), ("decode-0", OLD), ("prefill-1", NEW), ("decode-1", 
     " fleet.drain_timeout_s or dies"
 )
 @pytest.mark.promise(
-    "the front binds each request to one fingerprint when it sends it to prefill: to the "
-    "newest under which a unit of each role takes requests and there is room"
+    "the front binds each request to one fingerprint when it sends it to prefill: the "
+    "newest one under which a unit of each role accepts requests and has capacity"
 )
 def test_what_comes_goes_to_the_weights_that_came_last_and_stays_with_them() -> None:
     for units, number in ((BOTH, 1), (BOTH[2:] + BOTH[:2], 0)):
@@ -95,8 +95,8 @@ def test_what_comes_goes_to_the_weights_that_came_last_and_stays_with_them() -> 
 
 
 @pytest.mark.promise(
-    "the front binds each request to one fingerprint when it sends it to prefill: to the "
-    "newest under which a unit of each role takes requests and there is room"
+    "the front binds each request to one fingerprint when it sends it to prefill: the "
+    "newest one under which a unit of each role accepts requests and has capacity"
 )
 def test_where_the_newest_have_no_room_the_others_go_on() -> None:
     made = front(*BOTH, slots=1)

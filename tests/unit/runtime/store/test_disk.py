@@ -379,8 +379,8 @@ def test_a_store_that_hangs_is_answered_and_lets_go_of_its_blocks(
 
 
 @pytest.mark.promise(
-    "Leaders look at the folder and hear of changes as DiskNews, whoever made them, so "
-    "units and whole deployments may share one."
+    "watch the folder and get every writer's changes as DiskNews, so units and whole "
+    "deployments may share one folder."
 )
 def test_two_writers_in_one_folder_keep_apart(tmp_path: Path) -> None:
     share = segment_bytes(16, BLOCK_BYTES)

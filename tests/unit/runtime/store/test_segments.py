@@ -76,7 +76,7 @@ def test_what_was_written_is_read_by_another_descriptor(tmp_path: Path) -> None:
         assert sum_of(buffer[row, :BLOCK_BYTES]) == records[row, 3:5].tobytes()
 
 
-@pytest.mark.promise("So whatever kill -9 leaves behind is whole or is not there")
+@pytest.mark.promise("Everything that kill -9 leaves behind is therefore complete or absent")
 def test_any_flipped_bit_of_a_record_is_seen(tmp_path: Path) -> None:
     segment = make(tmp_path)
     fill(segment, 0, NAMES)

@@ -85,8 +85,8 @@ def test_news_wake_whoever_takes_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(
-    "Leaders look at the folder and hear of changes as DiskNews, whoever made them, so "
-    "units and whole deployments may share one."
+    "watch the folder and get every writer's changes as DiskNews, so units and whole "
+    "deployments may share one folder."
 )
 def test_every_writers_blocks_come_and_go(tmp_path: Path) -> None:
     with host(tmp_path) as one, host(tmp_path) as two, leader(tmp_path) as own:

@@ -106,7 +106,7 @@ def test_freed_blocks_void_a_pull_and_others_do_not(handover: str, pool: KvPool)
 
 
 @pytest.mark.promise(
-    "nobody writes into another's pool, so nothing that is late can land in somebody else's block"
+    "no process writes into another's pool, so no late data can land in a block with a new owner"
 )
 @pytest.mark.parametrize("handover", TRANSPORTS)
 def test_a_block_that_is_used_anew_during_a_pull_is_never_accepted(
@@ -222,7 +222,7 @@ def test_a_killed_puller_leaves_nothing_at_the_owner(handover: str) -> None:
 
 
 @pytest.mark.promise(
-    "Shared memory where both ends see the same file of it, else NIXL where both have it, else TCP"
+    "Shared memory if both ends see the same file of it, else NIXL if both have it, else TCP"
 )
 def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool: KvPool) -> None:
     with Peer("owner", RUN, "auto", "127.0.0.1", NUM_BLOCKS) as owner:
@@ -248,7 +248,7 @@ def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool
 
 
 @pytest.mark.promise(
-    "Shared memory where both ends see the same file of it, else NIXL where both have it, else TCP"
+    "Shared memory if both ends see the same file of it, else NIXL if both have it, else TCP"
 )
 @NEEDS_NIXL
 def test_auto_falls_back_to_tcp_where_one_end_has_no_nixl(

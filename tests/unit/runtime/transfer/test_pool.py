@@ -48,7 +48,7 @@ def lease(pool: KvPool, *ids: int) -> KvLease:
 
 
 @pytest.mark.promise(
-    "nobody writes into another's pool, so nothing that is late can land in somebody else's block"
+    "no process writes into another's pool, so no late data can land in a block with a new owner"
 )
 def test_a_pull_copies_the_leased_blocks_and_no_others() -> None:
     source, own = make("prefill-0"), make("decode-0")
