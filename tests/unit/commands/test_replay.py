@@ -94,8 +94,8 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(
-    "every process that hosts a role writes how the role was made, and each call: when, "
-    "what it heard, what it answered"
+    "every process that hosts a role records how the role was made, and each call: "
+    "its time, its input and its output"
 )
 @pytest.mark.parametrize(
     ("process", "made", "kind"),

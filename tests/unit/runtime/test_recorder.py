@@ -68,8 +68,8 @@ def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.promise(
-    "every process that hosts a role writes how the role was made, and each call: when, "
-    "what it heard, what it answered"
+    "every process that hosts a role records how the role was made, and each call: "
+    "its time, its input and its output"
 )
 def test_every_call_is_written_at_once(folder: Path) -> None:
     inner = Role()
