@@ -92,7 +92,7 @@ async def loaded(server: Server, groups: Sequence[Sequence[Case]]) -> AsyncItera
         assert (await http.get("/audit")).status_code == 200
 
 
-@pytest.mark.promise("Results do not depend on it, so tokens never change.")
+@pytest.mark.promise("Results do not depend on the placement, so tokens never change.")
 @pytest.mark.campaign("more prompts, some of them fresh")
 @pytest.mark.slow("it serves until experts and a request have moved")
 def test_experts_and_requests_move_and_no_token_shows_it(server: Server) -> None:

@@ -72,8 +72,8 @@ def run_watched(seed: int, request_balance: str = "auto", *, is_calm: bool = Fal
 
 
 @pytest.mark.promise(
-    "It keeps its blocks at the source until it has arrived, so a failed copy only costs "
-    "it the steps it stood still: three at most."
+    "The request keeps its blocks at the source until it has arrived, so a failed "
+    "copy costs only the steps that it rested: three at most."
 )
 @pytest.mark.parametrize("seed", seeds(1, 2, 10))
 def test_nobody_notices_a_move(seed: int) -> None:

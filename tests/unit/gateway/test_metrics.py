@@ -113,7 +113,7 @@ def test_every_number_of_the_front_and_the_units() -> None:
 
 @pytest.mark.promise(
     "Every objective is a gauge, mean over maximum of the ranks (core/balance), and "
-    "stands in every traced step."
+    "is part of every traced step."
 )
 def test_what_the_balancers_did() -> None:
     decode = idle(

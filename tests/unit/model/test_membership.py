@@ -258,7 +258,7 @@ def random_parts(slot_to_expert_RS: np.ndarray, rng: random.Random) -> np.ndarra
     return parts_RS
 
 
-@pytest.mark.promise("Results do not depend on it, so tokens never change.")
+@pytest.mark.promise("Results do not depend on the placement, so tokens never change.")
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: str) -> None:

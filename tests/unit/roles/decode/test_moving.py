@@ -72,8 +72,8 @@ def test_nobody_goes_back_and_forth() -> None:
 
 
 @pytest.mark.promise(
-    "It keeps its blocks at the source until it has arrived, so a failed copy only costs "
-    "it the steps it stood still: three at most."
+    "The request keeps its blocks at the source until it has arrived, so a failed "
+    "copy costs only the steps that it rested: three at most."
 )
 def test_a_copy_that_fails_lets_it_go_on_at_its_source() -> None:
     unit, name, source, target = moving()
@@ -88,8 +88,8 @@ def test_a_copy_that_fails_lets_it_go_on_at_its_source() -> None:
 
 
 @pytest.mark.promise(
-    "It keeps its blocks at the source until it has arrived, so a failed copy only costs "
-    "it the steps it stood still: three at most."
+    "The request keeps its blocks at the source until it has arrived, so a failed "
+    "copy costs only the steps that it rested: three at most."
 )
 def test_a_copy_that_takes_long_is_called_off_in_time() -> None:
     unit, name, source, target = moving()

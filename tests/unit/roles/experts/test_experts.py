@@ -96,9 +96,7 @@ def test_what_costs_no_time_is_left_alone(growing_s: float) -> None:
     assert unit.experts.installer.installing is None
 
 
-@pytest.mark.promise(
-    "it has to gain more than noise, and more over the next steps than moving costs"
-)
+@pytest.mark.promise("it must gain more than noise, and more over the next steps than moving costs")
 def test_moves_that_cost_more_than_they_save_are_not_made() -> None:
     assert Unit(plain(), [SKEWED], terms=replace(TERMS, replica_s=100.0)).run() == {}
 
@@ -170,9 +168,7 @@ def test_a_flip_is_counted_under_the_placement_that_it_made() -> None:
     assert len(unit.flips) == 1
 
 
-@pytest.mark.promise(
-    "it has to gain more than noise, and more over the next steps than moving costs"
-)
+@pytest.mark.promise("it must gain more than noise, and more over the next steps than moving costs")
 def test_noise_moves_nothing() -> None:
     """Each interval another expert is hot by chance; over the window no expert is."""
     unit = Unit(plain(), [[10] * NUM_EXPERTS], noise=1.0)

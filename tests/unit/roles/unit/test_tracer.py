@@ -61,7 +61,7 @@ def test_who_gave_up_keeps_no_place() -> None:
 
 @pytest.mark.promise(
     "Every objective is a gauge, mean over maximum of the ranks (core/balance), and "
-    "stands in every traced step."
+    "is part of every traced step."
 )
 def test_a_step_says_how_its_ranks_were_balanced() -> None:
     tracer = Tracer("decode-0")
