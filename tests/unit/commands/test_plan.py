@@ -65,8 +65,8 @@ def test_json_and_files_of_a_plan_that_was_simulated(traffic: str, tmp_path: Pat
 
 
 @pytest.mark.promise(
-    "So one draft is priced as a what-if, and --mtp-tokens asks for some; the deployment "
-    "then makes them"
+    "One draft is therefore priced as a what-if. --mtp-tokens asks for drafts, and "
+    "the deployment then makes them"
 )
 @pytest.mark.more(SEARCHED)
 def test_the_table_says_why_others_lose(traffic: str) -> None:
@@ -218,8 +218,8 @@ def test_a_seed_below_zero_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.promise(
-    "So one draft is priced as a what-if, and --mtp-tokens asks for some; the deployment "
-    "then makes them"
+    "One draft is therefore priced as a what-if. --mtp-tokens asks for drafts, and "
+    "the deployment then makes them"
 )
 def test_drafts_are_not_asked_of_a_model_that_has_no_module(tmp_path: Path) -> None:
     config = Path(__file__).resolve().parents[3] / "configs" / "deepseek_v3" / "config.json"

@@ -51,8 +51,8 @@ def test_the_file_is_the_plan_and_fits_where_it_was_planned(hardware: str, tmp_p
 
 
 @pytest.mark.promise(
-    "So one draft is priced as a what-if, and --mtp-tokens asks for some; the deployment "
-    "then makes them"
+    "One draft is therefore priced as a what-if. --mtp-tokens asks for drafts, and "
+    "the deployment then makes them"
 )
 @pytest.mark.parametrize("num", [1, 3])
 def test_a_plan_with_drafts_makes_them_and_has_room_for_what_they_take(num: int) -> None:

@@ -69,7 +69,7 @@ def test_a_part_is_of_few_ranks_however_lopsided_the_whole() -> None:
     assert num_prefill * plan.prefill.num_ranks + plan.decode.num_ranks <= RANKS_MAX
 
 
-@pytest.mark.promise("What is simulated has at most 60,000 requests and 600 seconds")
+@pytest.mark.promise("A simulation has at most 60,000 requests and 600 seconds.")
 def test_what_is_simulated_has_an_end() -> None:
     plan = best()
     running_s = plan.traffic.tokens_out * plan.decode_unit.tpot_s
