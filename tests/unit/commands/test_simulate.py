@@ -128,7 +128,7 @@ def test_a_mistake_is_one_line_and_makes_no_folder(
     assert not out.exists()
 
 
-@pytest.mark.promise("A TPOT below what one request a rank is priced at is refused at once.")
+@pytest.mark.promise("A TPOT below the priced time of one request a rank is refused at once.")
 def test_a_promise_that_no_unit_keeps_is_one_line(tmp_path: Path) -> None:
     """Ask for an impossible TPOT on the published day: no simulation runs, and no folder is made."""
     config = tmp_path / "fast.toml"
