@@ -13,6 +13,7 @@ import functools
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -47,6 +48,8 @@ from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs
 PAGE = ROOT / "docs" / "calibration.md"
 SILICON_HEAD = "## Silicon rows\n"
 _PROFILE_SMS = 112
+_WIDTH = 120
+"""Columns of the page's text."""
 
 
 @functools.cache
@@ -81,12 +84,28 @@ def page(with_silicon: bool) -> str:
 
 _HEAD = """# Calibration of the step model
 
-Written by `python -m bench.calibration --write`; a test compares this page with what the command prints. Every row is
-priced by the command beside it, so anyone can repeat it. *aim*: a limit is tested. *set on it*: a constant of the model
-was set on this value. *hold-out*: neither; what is shown is what came out. No constant and no curve was fitted to a
-hold-out, but two choices of form were made with some of them in view: how padding of grouped GEMM scales to other
-hardware (with HBM, not with SMs: H20 and the silicon rows of B200 and GB200), and that prefill within one NVLink domain
-needs no groups on nodes (C10).
+For engineers who use prices of `hadal step`, `hadal plan` or `hadal simulate` and want to know their error. The page
+compares published measurements of DeepSeek-V3/R1 with the step model's values.
+
+## To price a point
+
+```sh
+hadal step --phase prefill --ep 32 --tokens 16384 --prompt 4096 --expert-imbalance 1      # point C1
+python -m bench.calibration                                                               # prints this page
+python -m bench.calibration --write                                                       # writes this page
+```
+
+`python -m bench.calibration --write` writes the page; a test compares this page with what the command prints. The
+[commands](#commands) list has the command of every point. Each point has a role:
+
+- *aim*: a limit is tested.
+- *set on it*: a constant of the model was set on this value.
+- *hold-out*: neither. No constant and no curve was fitted to a hold-out.
+
+Two choices of form were made with some hold-outs in view:
+
+- Padding of grouped GEMM scales to other hardware with HBM, not with SMs (H20 and the silicon rows of B200 and GB200).
+- Prefill within one NVLink domain needs no groups on nodes (C10).
 
 InferSim's errors are its own on the same point, where it was run on it.
 """
@@ -116,13 +135,13 @@ def _systems() -> str:
                 point.infersim,
             )
         )
-    lines += ["\nThe commands, in the same order (a ratio has two):\n", "```"]
+    lines += ["\n## Commands\n", "In the order of the points; a ratio has two.\n", "```"]
     for point in POINTS:
         lines.append(f"{point.id:<6} hadal step {point.command}")
         if point.over:
             lines.append(f"{'over':>6} hadal step {point.over}")
-    sources = "; ".join(dict.fromkeys(point.source for point in POINTS))
-    return "\n".join([*lines, "```\n", f"Sources: {sources}.\n"])
+    sources = [f"- {source}" for source in dict.fromkeys(point.source for point in POINTS)]
+    return "\n".join([*lines, "```\n", "Sources, in the order of the points:\n", *sources, ""])
 
 
 def _not_priced() -> str:
@@ -132,9 +151,15 @@ def _not_priced() -> str:
         batch += 16
     h20 = StepModel(16, HARDWARE["h20"]).decode(64, 4096).tokens_per_s_gpu
     lines = [
-        f"- {name}: {why.format(c9=batch, c13=f'{h20:.0f}')}" for name, why in NOT_PRICED.items()
+        textwrap.fill(
+            f"- {name}: {why.format(c9=batch, c13=f'{h20:.0f}')}",
+            _WIDTH,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
+        for name, why in NOT_PRICED.items()
     ]
-    return "\n".join(["Not priced, and why:\n", *lines, ""])
+    return "\n".join(["## Points without a price\n", *lines, ""])
 
 
 def _profile() -> str:
@@ -179,7 +204,7 @@ def _training() -> str:
         "## The training profile, forward\n",
         (
             "H800, EP64, 4,096 tokens, 112 SMs for computation (core attention: 132), one MoE"
-            " layer; us. The elementwise kernels set elementwise_efficiency, the links"
+            " layer; us.\nThe elementwise kernels set elementwise_efficiency, the links"
             " prefill_link_share.\n"
         ),
         _row("op", "kernel", "published", "ours", "error"),
@@ -230,9 +255,9 @@ def _links() -> str:
 
 def _constants() -> str:
     lines = [
-        "## What was set, and what was sourced\n",
-        "The free constants, all of them:\n",
-        _row("constant", "value", "physically", "how it was set"),
+        "## Constants, curves and hardware\n",
+        "All free constants:\n",
+        _row("constant", "value", "physical range", "how it was set"),
         _rule(4),
     ]
     for field in fields(CONSTANTS):

@@ -65,8 +65,7 @@ POINTS: tuple[Point, ...] = (
         0.05,
         infersim="+15.1 % (no drafts)",
         note=(
-            "74 % is what 96 ms a step and 2,325 tokens/s make of it, so this row says what the"
-            " next one says"
+            "74 % follows from 96 ms a step and 2,325 tokens/s, so this row repeats the next one"
         ),
     ),
     Point(
@@ -174,7 +173,7 @@ POINTS: tuple[Point, ...] = (
     ),
     Point(
         "C5/C4",
-        "what perfect balance is worth at 4K",
+        "gain from perfect balance at 4K",
         59337 / 50302,
         "x",
         f"{_SGLANG} --prompt 4096 --expert-imbalance 1",

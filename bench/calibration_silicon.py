@@ -90,10 +90,10 @@ def silicon(path: Path) -> str:
         groups.setdefault((row.hardware, row.backend, row.precision), []).append(row.error())
     lines = [
         (
-            "Decode steps beside time per output token as measured in 2025 and 2026 (InferenceX"
-            " rows in aiconfigurator-core 0.12.0): rows with data-parallel attention, experts over"
-            " the same ranks, known and filled batches. Drafts are not recorded. All are hold-outs;"
-            " positive: ours is slower.\n"
+            "Decode steps compared with the measured time per output token of 2025 and 2026"
+            " (InferenceX rows in\naiconfigurator-core 0.12.0). The rows have data-parallel"
+            " attention, experts over the same ranks, and known and filled\nbatches. Drafts are"
+            " not recorded. All rows are hold-outs. Positive: ours is slower.\n"
         ),
         "| hardware | engine | experts | rows | median | median of absolute |",
         "| --- | --- | --- | --- | --- | --- |",
