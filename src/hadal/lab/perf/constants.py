@@ -96,7 +96,7 @@ BOUNDS: dict[str, Bound] = {
         "Prefill keeps tensor cores busy for seconds, and the GPU throttles: 865 of 989 TFLOPS"
         " (FlashMLA deep-dive). DeepSeek's training profile against the curves of isolated kernels"
         " gives 0.88 for its seven GEMMs and 0.91 with core attention. Not on hardware that is not"
-        " power-limited, and not in decode, whose own profile rows lie on the curves.",
+        " power-limited, and not in decode: its own profile rows lie on the curves.",
     ),
     "prompt_affinity": Bound(
         0.3,
