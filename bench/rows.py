@@ -1,5 +1,5 @@
-"""Cost of a tenant's promise: tokens/s of all tenants against the light tenant's time between
-tokens.
+"""Cost of `tenant_promise`, the largest slowdown of the light tenant's steps: tokens/s of all tenants
+that a shorter time between the light tenant's tokens costs.
 
     python -m bench rows
 

@@ -119,8 +119,8 @@ def test_ranks_small_chunks_two_micro_batches_and_drafts(
 
 @pytest.mark.promise("max_tokens: 0 with them draws one token that is neither shown nor charged.")
 def test_echo_is_what_harnesses_read(server: Server) -> None:
-    """Reads the reply like lm-evaluation-harness: the last token was drawn, and of the others those
-    after the context count.
+    """The reply has the fields that lm-evaluation-harness reads, for every prompt token and, with
+    max_tokens 1, the drawn one.
     """
     text = "Once there was a red fox, é"
     for max_tokens in (1, 0):

@@ -61,7 +61,9 @@ def form_all(groups: Sequence[MeshGroup], formation: int) -> None:
 def mesh_threads(
     num_ranks: int, deadline_s: float = DEADLINE_S, **options: Any
 ) -> Iterator[list[MeshGroup]]:
-    """Make groups of `num_ranks` ranks in formation 1. Use each in one thread (`run_threads`)."""
+    """Yield the MeshGroup of each of `num_ranks` ranks, all in formation 1. Use each in one thread
+    (`run_threads`).
+    """
     groups = [
         MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=deadline_s, **options)
         for rank in range(num_ranks)

@@ -130,7 +130,7 @@ def draw_template(rng: Random) -> str:
 
 
 def draw_messages(rng: Random) -> list[dict[str, str]]:
-    """Draw messages of a chat."""
+    """Draw one to four messages with random roles, in any order."""
     roles = [rng.choice(("system", "user", "assistant")) for _ in range(rng.randrange(1, 5))]
     return [{"role": role, "content": draw_words(rng)} for role in roles]
 

@@ -213,7 +213,7 @@ async def test_a_reply_is_the_same_through_a_gateway_without_the_front(model: Se
 
 
 async def test_prompts_are_named_as_the_front_would_place_them(model: ServedModel) -> None:
-    """The gateway learns the fingerprint of units that come up with new weights."""
+    """The gateway without the front learns a new fingerprint from the front."""
     async with pair(model, spell(model, TEXT)) as it:
 
         def hears() -> bool:

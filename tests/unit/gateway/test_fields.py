@@ -379,7 +379,7 @@ def _typed_in(hint: Any, *, is_listed: bool = False) -> Iterator[tuple[Any, bool
 
 
 FREE_FORM = ("metadata", "logit_bias", "tool_choice", "citations", "thread", ".keep.")
-"""Parts of paths of objects that are read by hand, or not at all."""
+"""Substrings of paths inside objects with fields that need no rows: own code reads them, or none does."""
 
 
 @pytest.mark.parametrize(

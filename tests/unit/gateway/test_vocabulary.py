@@ -1,4 +1,6 @@
-"""The byte table and both ways to encode, against the tokenizers library."""
+"""The byte table and both encoders: plain text decodes to itself, controlled text gets the ids of the
+tokenizers library; damaged tokenizers are refused.
+"""
 
 from __future__ import annotations
 

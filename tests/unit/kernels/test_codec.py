@@ -17,7 +17,9 @@ SEEDS = [1, 2, fresh().randrange(1 << 30)]
 
 
 def awkward(num_rows: int, hidden: int, seed: int) -> Tensor:
-    """Draw magnitudes from 1e-9 to 1e6, zeros, groups of zeros, and halves between codes."""
+    """Draw rows of magnitudes from 1e-9 to 1e6, with zeros, groups of zeros, and values halfway between
+    two codes.
+    """
     generator = torch.Generator().manual_seed(seed)
     magnitudes = 10 ** (torch.rand(num_rows, 1, generator=generator) * 15 - 9)
     x = torch.randn(num_rows, hidden, generator=generator) * magnitudes

@@ -1,5 +1,6 @@
-"""Weights that stay in their stored format: they give the results of their dequantised copy for any
-cut and batch, and their memory is pages of the checkpoint's files.
+"""Weights in their stored format: logits are within TOLERANCE of the dequantised model's, for any
+division into chunks (rounded inputs: near it). A batch changes no bit. The memory is pages of the
+checkpoint's files.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def columns_of(facts: list[RequestFact]) -> Columns:
 
 
 def test_columns_are_the_facts() -> None:
-    """Charge columns later, at the prices of single facts, over a day with both tiers."""
+    """Columns charged afterwards give the tally of facts charged one by one, over a day with both tiers."""
     facts = [
         one
         for one in random_facts(2, 3000)

@@ -129,7 +129,9 @@ async def warm_up(
 async def run_level(
     client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, number: int, run: LevelRun
 ) -> None:
-    """Run level `number`. Measurements are in `run` at once, also if this is cancelled."""
+    """Run level `number` until its duration or number of requests is reached. Samples are added to
+    `run` as requests start, so they are there after a cancellation, too.
+    """
     rng = np.random.default_rng([plan.seed, number])
     asks, start_s = plan.asks(rng), time.monotonic()
 

@@ -30,7 +30,7 @@ the turn on the next line.
 """
 MAX_HISTORY_LINES = 1000
 MAX_TURN_CHARS = 4 << 20
-"""Longest turn of several lines: a server accepts no longer body."""
+"""Characters after which a turn takes no further lines: the default of `limits.max_body_bytes`."""
 _BLANKS = " \t"
 
 

@@ -1,1 +1,1 @@
-"""Room desk: requests and their replies between HTTP and the front, keys, accounts, metrics."""
+"""Room desk: keys, accounts and metrics, and the requests and replies between HTTP and the front."""

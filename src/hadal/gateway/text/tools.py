@@ -58,7 +58,9 @@ class Tool:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the schema of its arguments in a grammar; any object if the tool is not strict."""
+        """Return the schema that a grammar enforces on the arguments; any JSON object if the tool is not
+        strict.
+        """
         if not self.is_strict:
             return ANY_JSON_OBJECT
         return self.schema or _NO_ARGUMENTS

@@ -354,7 +354,7 @@ class DecodeSlots:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests, and of ended ones with an unfinished copy."""
+        """Number of requests, including ended ones with an unfinished copy."""
         num_gone = sum(key not in self.key_to_slot for key in self.moving.arriving)
         return len(self.key_to_slot) + num_gone
 

@@ -1,5 +1,5 @@
 """Blocks of one writer of the disk cache. kv/disk_slots chooses a block's slot, and
-runtime/store/segments has the slots in files. This module writes the bytes in the order that
+runtime/store/segments maps slots to files. This module writes the bytes in the order that
 survives `kill -9`, and reads the records back afterwards.
 
 Independent of pools, queues and deadlines.

@@ -87,7 +87,7 @@ class Watching:
         child.signal(signal.SIGKILL)
 
     def kill_late_starters(self) -> None:
-        """Kill starting processes without progress for too long."""
+        """Kill processes that are starting and have made no progress for too long."""
         now_s = time.monotonic()
         for child in self._children.all:
             if child.phase is not ProcessPhase.STARTING:

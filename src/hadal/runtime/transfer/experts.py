@@ -73,7 +73,7 @@ _ANSWERS: msgspec.msgpack.Decoder[ExpertHead | None] = msgspec.msgpack.Decoder(E
 
 
 class ExpertServer:
-    """Server that sends experts to other ranks, in its own threads, until closed, on `port`."""
+    """Server on `port` that sends experts to other ranks, in threads of its own, until closed."""
 
     def __init__(self, host: str, key: bytes, held: Held, share: float = SHARE) -> None:
         """`share`: largest share of a core for all connections together."""
@@ -157,7 +157,8 @@ class ExpertClient:
                 source.port,
                 str(error) or type(error).__name__,
             )
-            link.shun()  # All experts of a layer may be due from it, and the files have them too.
+            # Do not wait again for each further expert of this peer: the files have them.
+            link.shun()
             return False
         finally:
             link.close()

@@ -690,7 +690,9 @@ def test_a_tenant_that_had_more_gives_its_last_request_back_and_goes_on_later() 
 
 
 def full_of(tenant: str, num_slots: int = 4, num_ahead: int = 1) -> Front:
-    """Return a front: the tenant fills all decode slots; `num_ahead` more requests are prefilled."""
+    """Return a front with `num_slots` + `num_ahead` + 1 requests of the tenant: all but the last have a
+    first token, and the first `num_slots` are reported as pulled. -1 leaves a slot free.
+    """
     made = front(units=False, burst_tokens=100_000)
     made.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 200, 64))
     made.handle(0.0, UnitUp("decode-0", "decode", "d1", 200, num_slots))

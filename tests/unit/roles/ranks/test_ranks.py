@@ -138,7 +138,7 @@ class Driver:
 
 
 def to(effects: list[Effect], kind: type) -> list[str]:
-    """Return the receivers of messages of a kind, or of orders of this kind to a rank's pool."""
+    """Return the receivers of messages of type `kind`, and of RankDo with an effect of this type."""
     sends = [e for e in effects if isinstance(e, Send)]
     what = [e.message.effect if isinstance(e.message, RankDo) else e.message for e in sends]
     return [e.to for e, one in zip(sends, what, strict=True) if isinstance(one, kind)]

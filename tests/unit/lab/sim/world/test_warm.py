@@ -110,7 +110,9 @@ def test_it_answers_a_prompt_with_its_next_token() -> None:
 
 @pytest.mark.parametrize("num_running", [0, 64])
 def test_those_that_wait_at_the_start_are_shared_out(num_running: int) -> None:
-    """Queue requests at the start: prefill units report one after the other, but the first gets half."""
+    """Queue requests at the start: prefill units report one after the other, yet the first gets only about
+    half.
+    """
     rest = Requests(np.zeros(200), *(np.full(200, n) for n in (900, 20)))
     roomy = msgspec.structs.replace(
         deployment(), prefill=UnitsConfig(2, ranks=8, max_requests=256, max_waiting=1000)
