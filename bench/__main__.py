@@ -1,6 +1,4 @@
-"""Run every benchmark in turn: `make bench`, or `python -m bench [--quick]
-[engine|served|overlap ...]`.
-"""
+"""Run every benchmark in turn: `make bench`, or `python -m bench [--quick] [engine|served|overlap ...]`."""
 
 from __future__ import annotations
 

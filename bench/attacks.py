@@ -281,9 +281,7 @@ class Seen:
 
 
 def ask(address: Address, number: int) -> tuple[int, float]:
-    """Send one request of the other tenant. Return (status, or 0 if no answer came within WAIT_S;
-    seconds).
-    """
+    """Send one request of the other tenant. Return (status, or 0 if no answer came within WAIT_S; seconds)."""
     body = {
         "model": "hadal-tiny",
         "prompt": f"Number {number}: tell me a story.",

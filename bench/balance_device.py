@@ -1,19 +1,18 @@
-"""A rank's process that acts as a device of its own: real messages, weights and tokens, but heavy
-ops take a device's time.
+"""A rank's process that acts as a device of its own: real messages, weights and tokens, but heavy ops take a
+device's time.
 
     python -m bench.balance_device serve --config FILE --run-folder FOLDER
     python -m bench.balance_device --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
 
-The first command is `hadal serve` with such processes for ranks: the supervisor starts every
-process by a module's name, and the ranks get this module. Leader (scheduler), gateway, and a unit
-of one rank run as always.
+The first command is `hadal serve` with such processes for ranks: the supervisor starts every process by a
+module's name, and the ranks get this module. Leader (scheduler), gateway, and a unit of one rank run as always.
 
-Ranks that share cores take the same total time however the work is spread over them. So on one
-machine balance changes no time. Here the op of the routed experts lasts in proportion to the rows
-that the rank received, and attention in proportion to the positions that its tokens attend to: the
-thread computes, then sleeps until the op's time is over. The slowest rank decides when a step ends,
-as on GPUs. The figures show the value of balance for such op times, not the speed of any hardware.
-The log reports now and then how many ops computed for longer than their time.
+Ranks that share cores take the same total time however the work is spread over them. So on one machine balance
+changes no time. Here the op of the routed experts lasts in proportion to the rows that the rank received, and
+attention in proportion to the positions that its tokens attend to: the thread computes, then sleeps until the
+op's time is over. The slowest rank decides when a step ends, as on GPUs. The figures show the value of balance
+for such op times, not the speed of any hardware. The log reports now and then how many ops computed for longer
+than their time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Expert placements for measured DeepSeek-V3 loads: ours, DeepSeek's EPLB and the bound, on one
-core.
+"""Expert placements for measured DeepSeek-V3 loads: ours, DeepSeek's EPLB and the bound, on one core.
 
 `python -m bench.balance_experts [--eplb FOLDER]`. The loads are read from HADAL_SHARED_DATA or from
 shared/data beside the checkout. EPLB runs beside ours if it is installed or if its folder (with
 `eplb.py`) is given; otherwise its measured figures are printed, marked with *. Further tables:
-plans near the current one, plans for windows of steps, and traffic between nodes that plans cause.
-Times are medians of CPU time, one thread.
+plans near the current one, plans for windows of steps, and traffic between nodes that plans cause. Times are
+medians of CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ def find_eplb(folder: str | None) -> Callable[..., Any] | None:
 
 
 def bound(loads: Floats, mode: str, num_ranks: int, num_expert_slots: int) -> float:
-    """Return an upper bound of mean/max, averaged over layers: the heaviest replica if all extra
-    replicas go to heavy experts. Hierarchical: the exact maximum over all ways to deal the groups
-    to nodes.
+    """Return an upper bound of mean/max, averaged over layers: the heaviest replica if all extra replicas go to
+    heavy experts. Hierarchical: the exact maximum over all ways to deal the groups to nodes.
     """
     share = loads / loads.sum(axis=1, keepdims=True) * num_ranks
     if mode == "hierarchical":

@@ -1,14 +1,13 @@
-"""The balancers live: one unit of several ranks, equal load, tokens per second with and without
-each balancer.
+"""The balancers live: one unit of several ranks, equal load, tokens per second with and without each balancer.
 
     python -m bench.balance_live [--quick] [--scene NAME ...]
 
-Rows of *real compute* are the unchanged `hadal serve`, with ranks that share this machine's cores.
-Work that moves to another rank stays on the same cores, so balance changes no time, and these rows
-show the cost of balancing. Rows of *virtual devices* have the same server, messages, weights and
-tokens. But in each rank's process, attention and routed experts last as long as a device of its own
-would need for that work (bench/balance_device). There the slowest rank decides, as on GPUs. The
-gain depends on the chosen costs of the device, which are printed.
+Rows of *real compute* are the unchanged `hadal serve`, with ranks that share this machine's cores. Work that
+moves to another rank stays on the same cores, so balance changes no time, and these rows show the cost of
+balancing. Rows of *virtual devices* have the same server, messages, weights and tokens. But in each rank's
+process, attention and routed experts last as long as a device of its own would need for that work
+(bench/balance_device). There the slowest rank decides, as on GPUs. The gain depends on the chosen costs of the
+device, which are printed.
 """
 
 from __future__ import annotations
@@ -110,9 +109,8 @@ def scenes() -> dict[str, Scene]:
 
 
 def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table:
-    """Return a table with a column for each variant. Tokens/s and ratios are medians over rounds
-    and their pairs. Objectives are mean over maximum of the ranks. `slower ops` computed for longer
-    than the device would have.
+    """Return a table with a column for each variant. Tokens/s and ratios are medians over rounds and their pairs.
+    Objectives are mean over maximum of the ranks. `slower ops` computed for longer than the device would have.
     """
     kind = (
         "REAL COMPUTE: the ranks share this machine's cores"
@@ -156,8 +154,7 @@ def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table
 
 
 def claims(scene: Scene, servers: Sequence[Served]) -> list[Claim]:
-    """Return the minimum gains of balancing on virtual devices: more equal ranks, and at least as
-    many tokens/s.
+    """Return the minimum gains of balancing on virtual devices: more equal ranks, and at least as many tokens/s.
 
     Ranks that share cores show neither.
     """

@@ -57,9 +57,7 @@ class UnitReport:
 
 
 def mooncake(path: Path) -> UnitReport:
-    """Return Mooncake's conversations. A repeated block is cached, as on a disk without
-    evictions.
-    """
+    """Return Mooncake's conversations. A repeated block is cached, as on a disk without evictions."""
     seen: set[int] = set()
     arrivals = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:

@@ -52,9 +52,7 @@ PUBLISHED = (
 
 
 def rules(load: UnitReport, num_tokens: int) -> dict[str, Callable[[], Rule]]:
-    """Return name -> maker of a fresh rule. Rules that cut by cost get this load's mean step
-    price.
-    """
+    """Return name -> maker of a fresh rule. Rules that cut by cost get this load's mean step price."""
     total_s = sum(RATES.chunk_s(a.num_cached, a.num_tokens) for a in load.arrivals)
     budget_s = num_tokens * total_s / sum(a.num_tokens for a in load.arrivals)
     return {

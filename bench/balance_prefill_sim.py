@@ -1,13 +1,11 @@
-"""Simulate prefill units of synchronous ranks under a rule, priced with constants that a study of
-its own derived.
+"""Simulate prefill units of synchronous ranks under a rule, priced with constants that a study of its own derived.
 
     step = fixed + max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens +
     mean_s * mean tokens
 
-Efficiency is the same sum with means instead of maxima and without the fixed cost, divided by the
-actual time: a rule that makes shorter steps pays for them. In each run one rule decides on which
-rank prompts go and how many tokens a step takes. `hadal.policy.prefill_balance` is called as in the
-live system.
+Efficiency is the same sum with means instead of maxima and without the fixed cost, divided by the actual time:
+a rule that makes shorter steps pays for them. In each run one rule decides on which rank prompts go and how
+many tokens a step takes. `hadal.policy.prefill_balance` is called as in the live system.
 """
 
 from __future__ import annotations
@@ -26,10 +24,9 @@ from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.views import PromptView
 
 STEP_S = 0.03
-"""Fixed cost of a step, derived by argument. 14 ms: a rank of DeepSeek-V3 at EP32 reads 40 GB of
-FP8 weights (9 experts and the shared one in 58 layers, attention in 61, the head) at 2.8 TB/s, as
-if no product hid the reads. 12 ms: 61 layers x 2 micro-batches x some 25 launches of 4 us each.
-Rounded up.
+"""Fixed cost of a step, derived by argument. 14 ms: a rank of DeepSeek-V3 at EP32 reads 40 GB of FP8 weights (9
+experts and the shared one in 58 layers, attention in 61, the head) at 2.8 TB/s, as if no product hid the reads.
+12 ms: 61 layers x 2 micro-batches x some 25 launches of 4 us each. Rounded up.
 """
 MEAN_S = 7.3e-5
 RATES = StepRates(3.3e-5, 1e-8, 2e-5, STEP_S)

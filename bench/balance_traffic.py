@@ -1,12 +1,11 @@
-"""Traffic between nodes that expert placements cause, on a model of DeepSeek-V3's routing fitted to
-measured loads.
+"""Traffic between nodes that expert placements cause, on a model of DeepSeek-V3's routing fitted to measured
+loads.
 
-A part of `python -m bench.balance_experts`. A token's affinities are normal, plus a bias per
-expert. A token takes the best 4 of 8 groups, by the sum of each group's two best experts, and the
-best 8 experts of these groups (DeepSeek-V3, section 2.1.2). Biases are fitted until the experts'
-loads match the measured ones; the pairing of experts within a token is the model's and not
-measured. A token crosses to each remote node once, however many of its experts are there. Tokens
-come evenly from all nodes.
+A part of `python -m bench.balance_experts`. A token's affinities are normal, plus a bias per expert. A token
+takes the best 4 of 8 groups, by the sum of each group's two best experts, and the best 8 experts of these
+groups (DeepSeek-V3, section 2.1.2). Biases are fitted until the experts' loads match the measured ones; the
+pairing of experts within a token is the model's and not measured. A token crosses to each remote node once,
+however many of its experts are there. Tokens come evenly from all nodes.
 
 Shapes: N tokens, E experts, G groups, K experts of a token, R ranks, M most replicas of an expert.
 """

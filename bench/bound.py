@@ -1,10 +1,9 @@
-"""Lower bound of the time of a prefill or a decode step: weight bytes over memory bandwidth, FLOPs
-over the GEMM rate.
+"""Lower bound of the time of a prefill or a decode step: weight bytes over memory bandwidth, FLOPs over the GEMM
+rate.
 
-Counts what the algorithm needs, independent of the engine: an expert's weights are read once if any
-token of the step uses it, and attention in decode is MLA's absorbed form over the latent cache.
-Activations and products are FP32, weights have their stored type. Formulas: arXiv 2412.19437,
-section 2.1.
+Counts what the algorithm needs, independent of the engine: an expert's weights are read once if any token of
+the step uses it, and attention in decode is MLA's absorbed form over the latent cache. Activations and products
+are FP32, weights have their stored type. Formulas: arXiv 2412.19437, section 2.1.
 """
 
 from __future__ import annotations

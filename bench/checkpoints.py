@@ -147,9 +147,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 192,
     },
 }
-"""Shapes by name: the middle one; the same with an MTP module; one of 1.5 B parameters with parts
-in the same proportions; Moonlight-16B-A3B; and GigaChat3-10B-A1.8B as far as its shapes are known
-(16 and 11 B parameters).
+"""Shapes by name: the middle one; the same with an MTP module; one of 1.5 B parameters with parts in the same
+proportions; Moonlight-16B-A3B; and GigaChat3-10B-A1.8B as far as its shapes are known (16 and 11 B parameters).
 """
 _SCALES = "_scale_inv"
 """Suffix of the tensor with the scales for a tensor's codes."""
@@ -166,9 +165,8 @@ own: drawing all values would take longer than writing them.
 
 
 def stored_model(name: str, kind: str, folder: Path) -> Path:
-    """Write a checkpoint of this shape and return its folder. `kind`: "fp8", "bf16", or "hollow":
-    BF16 with holes as files, which have a size but must not be read. The largest takes a minute and
-    32 GB.
+    """Write a checkpoint of this shape and return its folder. `kind`: "fp8", "bf16", or "hollow": BF16 with holes
+    as files, which have a size but must not be read. The largest takes a minute and 32 GB.
     """
     config = {**SHAPES[name], "torch_dtype": "bfloat16", "stored_as": kind}
     if kind == "fp8":
@@ -245,9 +243,7 @@ def _save_hollow(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def shipped_model_fp32() -> Path | None:
-    """Return an FP32 copy of hadal-tiny for engines without block-scaled FP8; None if there is no
-    hadal-tiny yet.
-    """
+    """Return an FP32 copy of hadal-tiny for engines without block-scaled FP8; None if there is no hadal-tiny yet."""
     if not (SHIPPED / "config.json").exists():
         return None
     fields = json.loads((SHIPPED / "config.json").read_text(encoding="utf-8"))

@@ -1,8 +1,7 @@
 """Claims of speed: ratios of times of one run beside their bars, printed as held or missed.
 
-A ratio of real times depends on the load of the machine, so no test asserts one. A test asserts
-each claim's order in simulated time; `make bench-quick` measures it and prints all claims again at
-its end.
+A ratio of real times depends on the load of the machine, so no test asserts one. A test asserts each claim's
+order in simulated time; `make bench-quick` measures it and prints all claims again at its end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Placement rules for decode in one form: ours and those of other systems (read in their sources).
 
-Each rule sees the reported loads plus its own later placements, as a dispatcher does. Shapes: R
-ranks.
+Each rule sees the reported loads plus its own later placements, as a dispatcher does. Shapes: R ranks.
 """
 
 from __future__ import annotations

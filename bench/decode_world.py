@@ -1,9 +1,8 @@
-"""A simulated decode unit of many ranks, in steps: requests arrive, grow by one token per step, and
-end. No tensors.
+"""A simulated decode unit of many ranks, in steps: requests arrive, grow by one token per step, and end. No
+tensors.
 
-bench/balance_decode compares the placement rules of bench/decode_rules in this world. A step's time
-follows a roofline of a 144-rank unit on H800 GPUs. The constants are estimates, stated here so that
-they can be changed:
+bench/balance_decode compares the placement rules of bench/decode_rules in this world. A step's time follows a
+roofline of a 144-rank unit on H800 GPUs. The constants are estimates, stated here so that they can be changed:
 
     step_s = max_r(KV_S * kv + REQUEST_S / 2 * requests) + REQUEST_S / 2 * max_r(requests) + FIXED_S
 
@@ -32,8 +31,7 @@ FIXED_S = 20e-3
 STALL_STEPS = 3
 """Steps for which a moved request produces no token."""
 KV_FACTOR_MAX = 4
-"""Limit of a rank's KV, as a multiple of the mean: high, because these runs compare balance, not
-memory limits.
+"""Limit of a rank's KV, as a multiple of the mean: high, because these runs compare balance, not memory limits.
 """
 
 
@@ -101,9 +99,7 @@ class Waiting:
 
 
 class World:
-    """Slots of all ranks as arrays. `reported` is a rule's view, some steps old if loads are
-    stale.
-    """
+    """Slots of all ranks as arrays. `reported` is a rule's view, some steps old if loads are stale."""
 
     def __init__(
         self,

@@ -1,12 +1,11 @@
-"""A server with drafts (speculative decoding) beside one without: what a client sees, in turns, on
-hadal-tiny's own tasks.
+"""A server with drafts (speculative decoding) beside one without: what a client sees, in turns, on hadal-tiny's
+own tasks.
 
     python -m bench.drafts_served [--drafts auto 1 2] [--concurrency 1 8] [--rounds 5] [--chats 32]
 
-All servers run at once, but only one gets requests at a time; the clients share their cores.
-Sampling is greedy, so all servers must give the same number of tokens; this is checked. A ratio is
-the median of the rounds' own ratios. The prefill step is the server's own smoothed `hadal_step_ms`
-at the end.
+All servers run at once, but only one gets requests at a time; the clients share their cores. Sampling is
+greedy, so all servers must give the same number of tokens; this is checked. A ratio is the median of the
+rounds' own ratios. The prefill step is the server's own smoothed `hadal_step_ms` at the end.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Prefill and decode speed of Hadal's engine beside every installed peer and the machine's limits,
-in one run.
+"""Prefill and decode speed of Hadal's engine beside every installed peer and the machine's limits, in one run.
 
     python -m bench.engine [--quick] [--stored] [--model mid] [--engine hadal ...]
 
-Every engine is a process with its model loaded. Repetitions rotate over the engines, so that other
-load on the machine affects all alike. All use the same number of threads and the same random
-prompts. Weights are FP32. With --stored they are as in checkpoints: Hadal's in FP8, beside Hadal in
-BF16 and FP32 and the peers in BF16 (llama.cpp also in Q8_0).
+Every engine is a process with its model loaded. Repetitions rotate over the engines, so that other load on the
+machine affects all alike. All use the same number of threads and the same random prompts. Weights are FP32.
+With --stored they are as in checkpoints: Hadal's in FP8, beside Hadal in BF16 and FP32 and the peers in BF16
+(llama.cpp also in Q8_0).
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ def ask(process: SubjectProcess, point: Point) -> float:
 
 
 def start(engines: Sequence[Engine], result: ModelResult, console: Console) -> list[SubjectProcess]:
-    """Start the processes one after the other. Failed engines are noted in the result and left
-    out.
-    """
+    """Start the processes one after the other. Failed engines are noted in the result and left out."""
     running = []
     for engine in engines:
         began = time.monotonic()
@@ -75,9 +72,7 @@ def start(engines: Sequence[Engine], result: ModelResult, console: Console) -> l
 def measure(
     result: ModelResult, processes: list[SubjectProcess], repetitions: int, console: Console
 ) -> None:
-    """Fill `result.series`: a warm-up, then `repetitions` rounds, each starting with another
-    engine.
-    """
+    """Fill `result.series`: a warm-up, then `repetitions` rounds, each starting with another engine."""
     watch = CpuWatch()
     for repetition in range(-1, repetitions):
         for point in result.points:

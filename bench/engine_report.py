@@ -127,8 +127,7 @@ AIMS: dict[str, dict[str, float]] = {
     "llama.cpp bf16": {"": 1.0},
     "llama.cpp q8_0": {"decode B=1": 0.7, "decode": 1.0},
 }
-"""Peer -> point, kind of point, or "" for all other points -> Hadal's speed as a multiple of the
-peer's to aim at.
+"""Peer -> point, kind of point, or "" for all other points -> Hadal's speed as a multiple of the peer's to aim at.
 """
 
 

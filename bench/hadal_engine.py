@@ -49,9 +49,7 @@ def _bind(threads: int) -> None:
 
 
 class HadalSubject:
-    """Prefill in chunks as a prefill leader cuts them; decode with differences as a decode leader
-    sends them.
-    """
+    """Prefill in chunks as a prefill leader cuts them; decode with differences as a decode leader sends them."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
-"""One load on servers that differ only in their balancers, in turn: tokens per second and
-gauges of each.
+"""One load on servers that differ only in their balancers, in turn: tokens per second and gauges of each.
 
-All servers of a scene run at once, and only the measured one gets requests. So rounds are
-interleaved without restarts, and a balancer keeps the plans that it installed. Each round starts
-new clients, which leave at its end.
+All servers of a scene run at once, and only the measured one gets requests. So rounds are interleaved without
+restarts, and a balancer keeps the plans that it installed. Each round starts new clients, which leave at its
+end.
 """
 
 from __future__ import annotations
@@ -220,9 +219,7 @@ async def run_round(scene: Scene, running: Running, settle_s: float, window_s: f
 
 
 async def until_busy(scene: Scene, http: httpx.AsyncClient, loop: ClosedLoop) -> None:
-    """Wait until BUSY_SHARE of the clients' requests are in the unit. Raises RuntimeError after
-    BUSY_TIMEOUT_S.
-    """
+    """Wait until BUSY_SHARE of the clients' requests are in the unit. Raises RuntimeError after BUSY_TIMEOUT_S."""
     deadline_s = time.perf_counter() + BUSY_TIMEOUT_S
     name = f'hadal_unit_requests{{unit="{scene.unit}"}}'
     while (await read_metrics(http)).get(name, 0.0) < BUSY_SHARE * scene.num_clients:

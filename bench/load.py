@@ -1,12 +1,11 @@
-"""A served model under load: tokens per second, time to first token and between tokens, by
-concurrency.
+"""A served model under load: tokens per second, time to first token and between tokens, by concurrency.
 
     python -m bench.load [--quick] [--requests 500]
 
-Prompts are held-out questions of the tasks that the shipped model learned; the model ends its answers
-itself. Closed loop: a client sends its next request when the last one is answered. Requests are
-sent and measured as in `hadal bench` (hadal.apps.bench.request), but over a cheaper transport,
-because the clients run on the same cores as the server.
+Prompts are held-out questions of the tasks that the shipped model learned; the model ends its answers itself.
+Closed loop: a client sends its next request when the last one is answered. Requests are sent and measured as in
+`hadal bench` (hadal.apps.bench.request), but over a cheaper transport, because the clients run on the same
+cores as the server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Limits of this machine and its other load: memory bandwidth, FP32 GEMM rate, CPU time of other
-processes.
+"""Limits of this machine and its other load: memory bandwidth, FP32 GEMM rate, CPU time of other processes.
 
-Every figure is printed beside these limits. They are measured in the same run, because a shared
-machine's speed varies.
+Every figure is printed beside these limits. They are measured in the same run, because a shared machine's speed
+varies.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A virtual device: an op is a timed sleep, but its bytes really travel. It tests schedules and
-transport.
+"""A virtual device: an op is a timed sleep, but its bytes really travel. It tests schedules and transport.
 
-Op times are inputs, so nothing follows for a model's speed. The device has its own clock: an op
-starts when the device is free and its inputs have arrived, and the thread sleeps until the op ends.
-A thread that wakes late posts its next exchange late, but the device's clock does not move. So late
-wake-ups do not add up, and other processes on the cores hardly matter.
+Op times are inputs, so nothing follows for a model's speed. The device has its own clock: an op starts when the
+device is free and its inputs have arrived, and the thread sleeps until the op ends. A thread that wakes late
+posts its next exchange late, but the device's clock does not move. So late wake-ups do not add up, and other
+processes on the cores hardly matter.
 
 `measure_virtual` runs schedules on such ranks, in turn with one full batch, and compares them with
 the prices of perf/price. The messages are real bytes over the mesh; the link is paced.
@@ -260,9 +259,7 @@ def measure_virtual(
 
 
 def claims(result: VirtualResult) -> list[Claim]:
-    """Return the speed-ups that the schedule made for a case must reach in it, and the limits of
-    its price error.
-    """
+    """Return the speed-ups that the schedule made for a case must reach in it, and the limits of its price error."""
     if result.case.name == BALANCED.name:
         chosen, bar, what = PREFILL, PREFILL_BAR, "hides a balanced link"
     else:

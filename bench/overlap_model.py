@@ -1,17 +1,15 @@
-"""One rank of a real model in FP32: the ops of model/block in the order in which model/execute
-walks them; tokens travel through comm/.
+"""One rank of a real model in FP32: the ops of model/block in the order in which model/execute walks them; tokens
+travel through comm/.
 
-The weights are random, so the output means nothing. The gate, its uneven routing, the messages and
-their cost are real. Every layer, also the last, is a MoE layer and runs on all tokens, so that all
-layers cost the same. A switch between the model and its group allows measuring compute and link
-apart:
+The weights are random, so the output means nothing. The gate, its uneven routing, the messages and their cost
+are real. Every layer, also the last, is a MoE layer and runs on all tokens, so that all layers cost the same. A
+switch between the model and its group allows measuring compute and link apart:
 
     both      all messages travel
     compute   no message travels: the rank gets its own message back at once, in place of a peer's. Sizes and work are
               real, because every rank holds the same number of experts; the computed values are nonsense.
 
-The sizes of the sent messages are recorded, so that the same exchanges can be replayed without
-computing.
+The sizes of the sent messages are recorded, so that the same exchanges can be replayed without computing.
 
 Shapes: T tokens of a micro-batch, D hidden.
 """
@@ -139,9 +137,7 @@ VOCAB_SIZE = 512
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model to measure. `num_tokens` is per micro-batch and rank; a full batch is two
-    micro-batches.
-    """
+    """A model to measure. `num_tokens` is per micro-batch and rank; a full batch is two micro-batches."""
 
     num_tokens: int = 256
     dispatch_format: str = "fp32"
@@ -263,9 +259,7 @@ class ModelRank:
         }
 
     def _formula_bytes(self) -> int:
-        """Return the bytes of this rank's tokens on the link, both ways, from the chosen
-        experts.
-        """
+        """Return the bytes of this rank's tokens on the link, both ways, from the chosen experts."""
         layout = MessageLayout(self._case.dispatch_format, self._case.hidden_size)
         peers = [peer for peer in self._group.members if peer != self._group.rank]
         total = 0

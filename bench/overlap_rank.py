@@ -1,5 +1,4 @@
-"""One rank of a run, as a process: `python -m bench.overlap_rank`. Questions and answers are lines
-of JSON.
+"""One rank of a run, as a process: `python -m bench.overlap_rank`. Questions and answers are lines of JSON.
 
     form    connect to the members                        device  become a virtual device (bench/overlap_device)
     model   become a rank of a real one (overlap_model)   run     run a schedule from a given time on

@@ -1,8 +1,7 @@
 """Rank processes of a run, for their coordinator: start them, ask all of them at once, end them.
 
-A question is one line of JSON to every rank's stdin, an answer one line back. Every answer has a
-deadline; a rank that dies, fails or is late ends the run, with its log in the message. Independent
-of the measurements.
+A question is one line of JSON to every rank's stdin, an answer one line back. Every answer has a deadline; a
+rank that dies, fails or is late ends the run, with its log in the message. Independent of the measurements.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Overlap with real FP32 compute: rounds of all variants in turn, on a link of a given rate, until
-enough rounds are clean.
+"""Overlap with real FP32 compute: rounds of all variants in turn, on a link of a given rate, until enough rounds
+are clean.
 
-A round runs each schedule of the step once, and compute and link alone. A run in which other
-processes used more than FOREIGN_MAX of the machine is dropped and counted. A pair is one full batch
-and another variant of the same round, both clean. A figure with too few clean pairs is shown as
-"not measured".
+A round runs each schedule of the step once, and compute and link alone. A run in which other processes used
+more than FOREIGN_MAX of the machine is dropped and counted. A pair is one full batch and another variant of the
+same round, both clean. A figure with too few clean pairs is shown as "not measured".
 """
 
 from __future__ import annotations

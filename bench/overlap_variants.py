@@ -19,9 +19,7 @@ SHARED_ONLY = parse(
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule on one full batch or on its two halves. `what` is "both", "compute" (alone) or
-    "link" (alone).
-    """
+    """A schedule on one full batch or on its two halves. `what` is "both", "compute" (alone) or "link" (alone)."""
 
     name: str
     schedule: Schedule

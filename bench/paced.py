@@ -1,12 +1,10 @@
-"""A slow link for tests of schedules: exchanges of any group, ended no earlier than on a link of a
-given speed.
+"""A slow link for tests of schedules: exchanges of any group, ended no earlier than on a link of a given speed.
 
     exchange 1   |posted ----- link busy -----|latency|
     exchange 2      |posted, queued           ------ link busy -----|latency|
 
-One link per rank, first in, first out; the larger of its two directions counts. Waiting costs no
-CPU, which hides the machine's noise: it is a model of a link, not evidence about a network.
-Independent of the payload.
+One link per rank, first in, first out; the larger of its two directions counts. Waiting costs no CPU, which
+hides the machine's noise: it is a model of a link, not evidence about a network. Independent of the payload.
 """
 
 from __future__ import annotations

@@ -227,9 +227,7 @@ def rate_share(point: Point, model: StepModel) -> float:
 def fit_uneven(
     points: Sequence[Point], models: dict[Unit, StepModel], power: float = UNEVEN_POWER
 ) -> Uneven:
-    """Return the constants with the least mean square of log(priced / simulated), for this
-    power.
-    """
+    """Return the constants with the least mean square of log(priced / simulated), for this power."""
 
     def error(at: tuple[float, float]) -> float:
         return float(

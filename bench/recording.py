@@ -84,9 +84,7 @@ class Echo:
 
 
 def cost_of(recording: Recording, folder: Path, rounds: int = ROUNDS) -> Cost:
-    """Record a process's calls again, each round in its own folder. Raises ValueError without
-    calls.
-    """
+    """Record a process's calls again, each round in its own folder. Raises ValueError without calls."""
     calls = recording.calls
     if not calls:
         raise ValueError(f"{recording.process} has no calls.")

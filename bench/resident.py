@@ -1,13 +1,12 @@
-"""Check that a real checkpoint fits: generated checkpoints of Moonlight's and GigaChat3's shapes,
-served as stored.
+"""Check that a real checkpoint fits: generated checkpoints of Moonlight's and GigaChat3's shapes, served as
+stored.
 
     python -m bench.resident [--model moonlight|gigachat] [--folder FOLDER] [--keep]
 
-Prints seconds from the command to the first token, resident memory of all processes together beside
-the sizes of the file and its KV, and tokens/s of prefill and decode beside the bound of reading the
-weights once. Moonlight is served in FP8. In BF16 it cannot fit, and the time until its refusal is
-printed. GigaChat3 is served in both. Needs 17 or 22 GB of disk and about as much memory; the files
-are removed at the end.
+Prints seconds from the command to the first token, resident memory of all processes together beside the sizes
+of the file and its KV, and tokens/s of prefill and decode beside the bound of reading the weights once.
+Moonlight is served in FP8. In BF16 it cannot fit, and the time until its refusal is printed. GigaChat3 is
+served in both. Needs 17 or 22 GB of disk and about as much memory; the files are removed at the end.
 """
 
 from __future__ import annotations

@@ -118,8 +118,7 @@ def launched(
     module: str = "hadal.cli",
     checkout: Path = ROOT,
 ) -> Iterator[Running]:
-    """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is
-    ready.
+    """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is ready.
 
     `module` replaces hadal.cli and must have the same command line. `checkout`: the checkout to
     run.

@@ -1,9 +1,8 @@
-"""One engine under measurement, in a process of its own that takes orders over a pipe. Uses the
-standard library only.
+"""One engine under measurement, in a process of its own that takes orders over a pipe. Uses the standard library
+only.
 
-The process's environment may hold another torch, or none of ours, so both ends exchange JSON lines.
-Processes stay alive between measurements, so that the repetitions of several engines can be
-interleaved.
+The process's environment may hold another torch, or none of ours, so both ends exchange JSON lines. Processes
+stay alive between measurements, so that the repetitions of several engines can be interleaved.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python -m bench.turns [--quick] [--checkout OLD]
 
-A prompt of 600 tokens and an answer of 400, then both plus three tokens; and an agent's ten turns,
-each with the text so far, an answer of 80 tokens and 60 further tokens. Servers: Hadal by default,
-with a cache folder, and with configs/laptop_ep.toml; and llama.cpp's server if `make bench-peers`
-set it up.
+A prompt of 600 tokens and an answer of 400, then both plus three tokens; and an agent's ten turns, each with
+the text so far, an answer of 80 tokens and 60 further tokens. Servers: Hadal by default, with a cache folder,
+and with configs/laptop_ep.toml; and llama.cpp's server if `make bench-peers` set it up.
 """
 
 from __future__ import annotations

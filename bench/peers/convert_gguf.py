@@ -1,11 +1,9 @@
-"""Turn a Hugging Face folder into a GGUF file with llama.cpp's own converter, patched to accept our
-tokenizers.
+"""Turn a Hugging Face folder into a GGUF file with llama.cpp's own converter, patched to accept our tokenizers.
 
     LLAMA_ENV/bin/python bench/peers/convert_gguf.py LLAMA_CPP_SOURCE MODEL_FOLDER OUT.gguf f32|bf16|q8_0
 
-The converter identifies tokenizers by a hash of their output and refuses unknown ones. The
-pre-tokenizer's name matters for text, but not for speed or token ids, so every byte-level BPE is
-declared to be GPT-2's.
+The converter identifies tokenizers by a hash of their output and refuses unknown ones. The pre-tokenizer's name
+matters for text, but not for speed or token ids, so every byte-level BPE is declared to be GPT-2's.
 """
 
 from __future__ import annotations

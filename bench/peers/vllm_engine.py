@@ -28,9 +28,7 @@ ENVIRONMENT = {
 
 
 class VllmSubject:
-    """Greedy, no prefix cache, token ids in and out. `compiled` adds torch.compile (a minute at the
-    start).
-    """
+    """Greedy, no prefix cache, token ids in and out. `compiled` adds torch.compile (a minute at the start)."""
 
     def __init__(self, folder: str, threads: int, dtype: str, *, compiled: bool) -> None:
         os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(threads))
