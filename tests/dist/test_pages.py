@@ -578,7 +578,7 @@ def test_a_model_without_tools_is_asked_without_them(browser: Browser) -> None:
         page.keyboard.press("Escape")
         expect(page.locator(".h-stats").last).to_contain_text("stopped")
         page.click(".h-quiet")
-        expect(page.get_by_text("was not taught to call tools")).to_be_visible()
+        expect(page.get_by_text("does not support tools")).to_be_visible()
 
 
 # ---- the console ----

@@ -301,8 +301,8 @@ class BatchPages:
         if bytes(asked.output_expires_after) != b"null":
             raise ApiError(
                 400,
-                f"output_expires_after is not supported: files are kept for {self._worker.config.keep_days} days. Leave it"
-                " out.",
+                f"output_expires_after is not supported: files are kept for"
+                f" {self._worker.config.keep_days} days. Leave it out.",
                 param="output_expires_after",
             )
         check_metadata(asked.metadata or {})
