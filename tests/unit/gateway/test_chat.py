@@ -126,7 +126,7 @@ def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
     ).ids
     assert model.vocabulary.control_ids[EOS] not in ids
     assert model.vocabulary.decode(ids) == EOS + "hi"
-    with pytest.raises(RequestError, match="messages is the server's"):
+    with pytest.raises(RequestError, match="messages is set by the server"):
         chat.prompt(
             [Turn("user", "hi")], Rendering(template_kwargs={"messages": "x"}), max_tokens=MAX
         )

@@ -152,7 +152,7 @@ async def test_what_fails_beside_the_streams_begins_again(
         await wait_for(lambda: looks == 3, "it looks a third time")
         assert (await client.get("/v1/models")).status_code == 200
     assert looks == 3
-    assert caplog.text.count("writing down which units are up failed") == 2
+    assert caplog.text.count("recording which units are up failed") == 2
     assert "no such unit" in caplog.text
 
 

@@ -462,7 +462,7 @@ async def test_where_nothing_is_kept_it_is_said(model: ServedModel) -> None:
         made = (await ask(it)).json()
         assert made["store"] is False
         reply = await ask(it, previous_response_id=made["id"])
-        assert "keeps no responses" in error_of(reply, 400)["message"]
+        assert "stores no responses" in error_of(reply, 400)["message"]
 
 
 # ---- OpenAI's client ----

@@ -205,7 +205,7 @@ def test_damaged_vocabularies(
     ("fields", "words"),
     [
         ({"tokenizer_class": "Other"}, "tokenizer_class is 'Other'; which is not supported"),
-        ({"tokenizer_class": None}, "tokenizer_class is None; how it cuts"),
+        ({"tokenizer_class": None}, "tokenizer_class is None, which is"),
         ({"added_tokens_decoder": [1]}, r"added_tokens_decoder is \[1\]; an object"),
         ({"added_tokens_decoder": {"x": {"content": "a"}}}, r"added_tokens_decoder\['x'\] is"),
         ({"added_tokens_decoder": {"5": {"content": "a"}}}, r"added_tokens_decoder\['5'\] is"),

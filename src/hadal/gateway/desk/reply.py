@@ -263,7 +263,7 @@ class Reply:
             self._num_open -= 1
             if assembler.period:
                 log.info(
-                    "reply stopped: it repeats the same %d tokens, and has %d",
+                    "the reply repeats %d tokens without end and is stopped after %d",
                     assembler.period,
                     assembler.num_tokens,
                     extra=fields(request_id=self.mailbox.log_id),

@@ -123,7 +123,7 @@ class Edge:
             return _refusal(
                 path,
                 421,
-                "The host {host[:100]!r} is not allowed, and this server has no API keys."
+                f"The host {host[:100]!r} is not allowed, and this server has no API keys."
                 " Add it to gateway.allowed_hosts, or set API keys.",
                 "unknown_host",
             )
