@@ -687,7 +687,7 @@ def test_keys_guard_chat_and_console_until_they_are_withdrawn(browser: Browser) 
         assert page.locator("#h-input").count() == 0
         page.fill(".h-door input", "wrong")
         page.click(".h-door .h-primary")
-        expect(page.locator(".h-bad")).to_contain_text("not known")
+        expect(page.locator(".h-bad")).to_contain_text("not valid")
         page.fill(".h-door input", left)
         page.click(".h-door .h-primary")
         expect(page.locator("#h-input")).to_be_visible()
@@ -699,7 +699,7 @@ def test_keys_guard_chat_and_console_until_they_are_withdrawn(browser: Browser) 
         expect(page.locator(".h-tabs button").first).to_be_visible()
         assert page.evaluate("localStorage.getItem('hadal.key')") == left, "the chat's own"
         gateway.world.gateway.tenancy.take(Keys([left]))
-        expect(page.locator(".h-problem")).to_contain_text("not known")
+        expect(page.locator(".h-problem")).to_contain_text("not valid")
         assert page.locator(".h-tabs button").count() == 0, "they would show what others still see"
         assert page.locator(".h-unit").count() == 0
         assert httpx.get(f"{gateway.url}/status").status_code == 401

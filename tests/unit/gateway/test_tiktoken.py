@@ -204,7 +204,7 @@ def test_damaged_vocabularies(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tokenizer_class": "Other"}, "tokenizer_class is 'Other'; which is not supported"),
+        ({"tokenizer_class": "Other"}, "tokenizer_class is 'Other', which is not supported"),
         ({"tokenizer_class": None}, "tokenizer_class is None, which is"),
         ({"added_tokens_decoder": [1]}, r"added_tokens_decoder is \[1\]; an object"),
         ({"added_tokens_decoder": {"x": {"content": "a"}}}, r"added_tokens_decoder\['x'\] is"),
@@ -225,5 +225,5 @@ def test_a_configuration_that_does_not_go_with_it(
 def test_a_tokenizer_json_goes_first(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: decoder is not ByteLevel"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: decoder is .*, not ByteLevel"):
         read_vocabulary(tmp_path)

@@ -316,7 +316,9 @@ async def test_hosts_whose_clocks_were_aligned_are_named(
         answer = await it.client.get("/trace", params={"steps": "1"})
         reply = msgspec.json.decode(answer.content, type=TraceReply)
         assert reply.clocks == clocks
-        assert "aligned as measured: 10.0.0.1 to 0.02 ms, 10.0.0.2 to 0.07 ms" in describe(reply)
+        assert "aligned, with these errors: 10.0.0.1 to 0.02 ms, 10.0.0.2 to 0.07 ms" in describe(
+            reply
+        )
         file = msgspec.json.decode(write(reply, tmp_path / "trace.json").read_bytes())
         assert file["otherData"]["clocks"][1] == {
             "host": "10.0.0.2",
