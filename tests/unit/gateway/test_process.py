@@ -94,7 +94,7 @@ async def test_drain_lets_streams_finish(
         monkeypatch.setattr(process, "_SHUTDOWN_S", 0.2)
 
     def num_told() -> int:
-        return caplog.text.count("ending: 1 generations still run")
+        return caplog.text.count("draining: 1 generations still run")
 
     units = FakeUnits(spell(model, "abc", then_stop=False), step_s=0.002)
     gateway = gateway_of(model, units)
