@@ -42,7 +42,7 @@ def test_an_address_that_is_none_is_one_line(words: list[str]) -> None:
     result = CliRunner().invoke(app, [*words, "--url", "foo"])
     assert result.exit_code == 2
     assert result.stderr == (
-        "hadal: --url is 'foo'; an address such as http://127.0.0.1:8000 is needed.\n"
+        "hadal: --url is 'foo'; use an address such as http://127.0.0.1:8000.\n"
     )
 
 

@@ -186,8 +186,8 @@ def test_the_page_has_every_figure_and_needs_nothing_from_outside() -> None:
     ("arguments", "words"),
     [
         (["ftp://x"], "URL is 'ftp://x'"),
-        (["--rate", "1,fast"], '--rate: "fast" is no number'),
-        (["--concurrency", "1.5"], "--concurrency is 1.5; whole numbers"),
+        (["--rate", "1,fast"], '--rate: "fast" is not a number'),
+        (["--concurrency", "1.5"], "--concurrency is 1.5; use whole numbers"),
         (["--input", "long"], "--input is 'long'"),
         (["--slo", "ttft"], "--slo: 'ttft' is no promise"),
         (["--endpoint", "embeddings"], "--endpoint is 'embeddings'"),

@@ -254,4 +254,4 @@ def test_chats_are_told() -> None:
         "thinks": True,
         "context_tokens": 4096,
     }
-    assert "calls in the form of deepseek-v3.1" in run().stdout
+    assert "calls in the format of deepseek-v3.1" in run().stdout

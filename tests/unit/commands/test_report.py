@@ -153,7 +153,7 @@ def test_no_ledger_says_how_to_get_one_and_makes_none(tmp_path: Path) -> None:
     result = call("--ledger", str(tmp_path / "none.sqlite"))
     assert result.exit_code == 2
     assert "there is no ledger at" in result.stderr
-    assert "`hadal serve` writes one" in result.stderr
+    assert "`hadal serve` creates one" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,17 +172,17 @@ def test_a_quiet_time_says_when_the_last_request_was(
     asked = {"last": "1h", "by": "hour", "as_json": False, "prices": "", "is_utc": True}
     run(**asked, ledger=ledger, now_s=NOW_S + 10 * 86_400)
     text = capsys.readouterr().out
-    assert "No request ended in this time; the last one did at" in text
+    assert "No request ended in this period; the last one ended at" in text
     assert time.strftime("%Y-%m-%dT%H:%M", time.gmtime(NOW_S - 30)) in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--last", "soon"), "say it as 90m, 24h, 7d or 2w"),
-        (("--last", "0h"), "say it as 90m"),
-        (("--tenant", "--by", "model"), "leave one out"),
-        (("--last", "999999w"), "3660d at most"),
+        (("--last", "soon"), "write it as 90m, 24h, 7d or 2w"),
+        (("--last", "0h"), "write it as 90m"),
+        (("--tenant", "--by", "model"), "leave one of them out"),
+        (("--last", "999999w"), "at most 3660d"),
         (("--by", "day"), "by hour, model, tenant"),
         (("--prices", "cheap"), "HIT/MISS/OUT"),
         (("--ledger", "mysql://h/d"), "SQLite or PostgreSQL"),
