@@ -159,7 +159,7 @@ def test_a_window_of_steps_is_read(tmp_path: Path) -> None:
 def test_refuses(loads_file: Path) -> None:
     assert run(loads_file, slots=2)[0] == EXIT_CONFIG
     for value in ({}, "x", [[]], [["a"]]):
-        with pytest.raises(ValueError, match="the loads (are|have)"):
+        with pytest.raises(ValueError, match=r"the loads (are|have)"):
             loads_of(value)
     cluster = cluster_of(np.ones((1, 4)), 2, 1, 3)
     rows = ([0, 1, 2], [0, 1, 2, 3, 4, 0], ["a"] * 6, [], [0.5, 1, 2, 3, 0, 1])
