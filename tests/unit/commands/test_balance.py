@@ -64,7 +64,9 @@ def test_without_a_current_placement_nothing_is_said_to_move(
     loads_file: Path, tmp_path: Path
 ) -> None:
     _, output = run(loads_file)
-    assert "replicas move." not in " ".join(output.split()).replace("the number of replica moves.", "")
+    assert "replicas move." not in " ".join(output.split()).replace(
+        "the number of replica moves.", ""
+    )
     assert "--current" in output
     _, printed = run(loads_file, "--json")
     assert json.loads(printed)["moved_replicas"] is None

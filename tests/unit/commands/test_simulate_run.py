@@ -224,7 +224,7 @@ def test_the_work_there_is_grows_with_what_is_asked() -> None:
 
 def test_a_process_that_dies_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate_stages, "cache_day", die)
-    with pytest.raises(HadalError, match="want of memory: try --jobs 1, or a shorter --window"):
+    with pytest.raises(HadalError, match="memory ran out: use --jobs 1, or a shorter --window"):
         simulate(SimulationPlan(tiny(), (), (), 1), _tell)
 
 

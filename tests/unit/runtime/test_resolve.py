@@ -99,7 +99,7 @@ def test_the_ledger_is_found_and_its_prices_are_tried(
     assert plan(resolved.deployment).deployment == resolved.deployment
     assert list(tmp_path.iterdir()) == []
     for ledger, words in (
-        (LedgerConfig(prices="cheap"), "ledger: 'cheap' is no price list"),
+        (LedgerConfig(prices="cheap"), "ledger: 'cheap' is not a price list"),
         (LedgerConfig(url="mysql://h/d"), "not in mysql"),
         (LedgerConfig(gpu_hour_usd=0.12345678), "at most 6 decimals"),
     ):

@@ -116,7 +116,7 @@ _RANKS: tuple[tuple[str, str, str, str, float], ...] = (
     ("requests", "Requests", "decode", "", 1.0),
     ("decode_experts", "Expert rows received, decode", "decode", "", 1.0),
     ("prefill_attention", "Core attention, prefill", "prefill", "", 1.0),
-    ("prefill_tokens", "Tokens a second, prefill", "prefill", "", 1.0),
+    ("prefill_tokens", "Tokens per second, prefill", "prefill", "", 1.0),
     ("prefill_experts", "Expert rows received, prefill", "prefill", "", 1.0),
 )
 """(key in `ranks`, name, role, unit of measure, factor) of each chart by rank."""
@@ -217,7 +217,7 @@ HEADLINE: tuple[tuple[str, str, Shown], ...] = (
     ("decode_tokens_per_s_node", "Decode: output tokens/s per node", _whole),
     ("cost_usd", "Cost", dollars),
     ("income_usd", "Income", dollars),
-    ("margin_percent", "Margin, income less cost over cost", partial(percent, decimals=0)),
+    ("margin_percent", "Margin, (income - cost) / cost", partial(percent, decimals=0)),
 )
 """(key, words, function that formats the value) of each figure of the day."""
 _IN_POINTS = {"hit_percent"}
@@ -295,8 +295,8 @@ def windows(hours: Sequence[Row]) -> Table:
     return columns(
         WINDOW,
         [hour for hour in hours if mapping(hour, "window")],
-        "Computed: by prefill, of what came for it. The last five columns: maximum over mean of"
-        " the ranks.",
+        "Computed: share of the arriving prefill work that was computed. The last five"
+        " columns: maximum over mean of the ranks.",
     )
 
 
@@ -352,7 +352,7 @@ def of_ranks(ranks: Row) -> Table:
         ]
         for rank in range(min(longest, _RANK_ROWS_MAX))
     ]
-    caption = f"The first {_RANK_ROWS_MAX} of {longest:,}; all are in result.json."
+    caption = f"The first {_RANK_ROWS_MAX} of {longest:,} ranks; result.json has all."
     return Table(
         ["rank", *(name for name, _ in series)], found, caption if longest > len(found) else ""
     )

@@ -169,10 +169,12 @@ def test_a_promise_that_no_unit_keeps_is_refused_with_what_one_can_do() -> None:
     priced = small().step_model(DECODE, 1.0).decode(1.0, 1_800.0, 1, mtp_accept=small().mtp_accept)
     assert priced.tokens_per_s_user is not None
     best_ms = 1e3 / priced.tokens_per_s_user
-    said = f"TPOT of 1 ms: with one request a rank, a decode unit of 16 H200 takes {best_ms:.1f} ms"
+    said = (
+        f"TPOT of 1 ms: with one request per rank, a decode unit of 16 H200 takes {best_ms:.1f} ms"
+    )
     with pytest.raises(ConfigError, match=said):
         batch_within(small(tpot_ms=1.0), 1.0, 1_800.0)
-    with pytest.raises(ConfigError, match="Promise more"):
+    with pytest.raises(ConfigError, match="Raise tpot_ms"):
         batch_within(small(tpot_ms=0.999 * best_ms), 1.0, 1_800.0)
     assert batch_within(small(tpot_ms=1.001 * best_ms), 1.0, 1_800.0) >= 1.0
 

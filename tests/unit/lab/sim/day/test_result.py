@@ -218,7 +218,7 @@ def test_without_windows_they_are_the_liquids() -> None:
     assert made.report.lines[9].tokens_per_s_user == pytest.approx(speeds[9], rel=0.01)
     found = result_json(made)
     assert found["ranks"] is found["ttft_s"] is found["tpot_s"] is None
-    assert "No window was looked at" in " ".join(found["notes"])
+    assert "No window was simulated" in " ".join(found["notes"])
 
 
 def test_a_window_in_which_nothing_came_tells_no_time() -> None:
