@@ -119,12 +119,12 @@ def test_a_dash_has_a_reason(ledger: str, tmp_path: Path) -> None:
     text = call("--ledger", ledger, "--by", "tenant").stdout
     assert "- " not in text[text.index("tenant ") :].replace("─", "")
     assert "Nodes and cost are in the total only" in text
-    assert "- under nodes: none of its own" in call("--ledger", ledger, "--by", "model").stdout
+    assert "- under nodes: no nodes of its own" in call("--ledger", ledger, "--by", "model").stdout
     path = str(tmp_path / "refused.sqlite")
     fact = RequestFact("e", "t", "m", 0, 0, 0, 0, "503", NOW_S - 9, NOW_S - 8)
     write(path, PackedFacts((fact,)))
     text = call("--ledger", path, "--by", "tenant").stdout
-    assert "- under other heads: no prompt was answered" in text
+    assert "- in other columns: no prompt was answered" in text
 
 
 def test_other_prices_than_were_charged(ledger: str) -> None:

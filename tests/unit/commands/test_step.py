@@ -79,7 +79,7 @@ def test_the_trace_is_chromes(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--phase", "warmup"], "decode or prefill"),
-        (["--hardware", "h900"], "known are h800"),
+        (["--hardware", "h900"], "use one of h800"),
         (["--batch", "0"], "requests of a rank: 0"),
         (["--ep", "100", "--redundant", "32"], "do not divide evenly among 100"),
         (["--ep", "0"], "0 ranks"),

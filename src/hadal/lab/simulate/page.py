@@ -211,7 +211,7 @@ HEADLINE: tuple[tuple[str, str, Shown], ...] = (
     ("tokens_hit", "of these from the cache", _figures4),
     ("hit_percent", "Hit rate", percent),
     ("tokens_out", "Output tokens", _figures4),
-    ("tokens_per_s_user", "Output tokens/s of a user", plain),
+    ("tokens_per_s_user", "Output tokens/s per user", plain),
     ("kv_length_mean", "KV length, mean over output tokens", _whole),
     ("prefill_tokens_per_s_node", "Prefill: input tokens/s per node", _whole),
     ("decode_tokens_per_s_node", "Decode: output tokens/s per node", _whole),
@@ -268,7 +268,7 @@ def _difference(
 def fluid_and_windows(hours: Sequence[Row]) -> Table:
     """Return figures of the fluid day and of windows, with the window's relative difference."""
     pairs: tuple[tuple[str, str, Shown], ...] = (
-        ("tokens_per_s_user", "output tokens/s of a user", plain),
+        ("tokens_per_s_user", "output tokens/s per user", plain),
         ("requests_per_rank", "requests per decode rank", plain),
         ("prefill_use", "use of prefill", _share),
     )
@@ -316,7 +316,7 @@ def what_if_table(cases: Sequence[Row]) -> Table:
         ("change", change),
         _income,
         ("margin", _of(partial(percent, decimals=0), "margin_percent")),
-        ("tokens/s of a user", _of(plain, "tokens_per_s_user")),
+        ("tokens/s per user", _of(plain, "tokens_per_s_user")),
         ("hit rate", _of(percent, "hit_percent")),
         ("prefill tokens/s node", _of(_whole, "prefill_tokens_per_s_node")),
         ("decode tokens/s node", _of(_whole, "decode_tokens_per_s_node")),

@@ -122,7 +122,7 @@ def test_nothing_to_measure_is_said() -> None:
             prefill_seconds=1e-3,
         )
     )
-    with pytest.raises(ConfigError, match=r"let window\.back_s and window\.seconds be longer"):
+    with pytest.raises(ConfigError, match=r"raise window\.back_s and window\.seconds"):
         decode_point(empty, PLACED, load().figures(), cached_day(), 6.0)
     with pytest.raises(ConfigError, match="prefill had nothing to do"):
         prefill_point(empty, PLACED, load().figures(), cached_day())
@@ -206,5 +206,5 @@ def test_a_tight_promise_adds_points_below(most: float, promised: float) -> None
 
 def test_points_that_are_one_are_no_curve() -> None:
     assert decode_curve([(20.0, 0.03), (10.0, 0.02), (20.1, 0.9)]) == ((10.0, 0.02), (20.0, 0.03))
-    with pytest.raises(ConfigError, match=r"give decode\.max_requests more"):
+    with pytest.raises(ConfigError, match=r"raise decode\.max_requests"):
         decode_curve([(10.0, 0.02), (10.1, 0.03)])
