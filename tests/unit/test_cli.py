@@ -132,7 +132,7 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["--log-level", "loud"], "--log-level is 'loud'"),
         (["--log-format", "xml"], "--log-format is 'xml'"),
         (["--api-key", "a,b"], "comma"),
-        (["--cache-folder", __file__], "is no folder"),
+        (["--cache-folder", __file__], "is not a folder"),
         (["--api-keys-file", "/no/such/keys"], "/no/such/keys"),
         (["--config", "bad_batches.toml"], "batches.url: "),
         (["--config", "batches_of_a_cluster.toml"], "Set batches.url to postgresql://"),
@@ -243,7 +243,7 @@ def test_a_dry_run_shows_the_cache(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "--dry-run", *options])
     assert result.exit_code == 0
     assert f"up to 0.1 GB in {tmp_path / 'kv'}" in result.stdout
-    assert "hand-over" in result.stdout
+    assert "KV transfer" in result.stdout
 
 
 def test_the_laptops_file_shows_the_defaults() -> None:

@@ -85,12 +85,12 @@ def test_what_a_person_reads_of_the_published_plan(v3: Resolved) -> None:
         "EP144, nodes 12-29",
         "9 routed + 1 shared, in each of 58 layers",
         "2 routed + 1 shared",
-        "7,408 bytes a message",
-        "14,336 bytes a row",
+        "7,408 bytes per message",
+        "14,336 bytes per row",
         "DeepEP 2.15 GB",
         "decode_five",
         "prefill_dual",
-        "one layer's experts once more",
+        "a second copy of one layer's experts",
         "cannot run on this host: it needs 30 nodes of 8 GPUs",
     ):
         assert words in text

@@ -42,7 +42,7 @@ def test_a_folder_is_made_private_whether_it_was_there_or_not(tmp_path: Path) ->
         make_private(folder)
         assert mode(folder) == 0o700
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="for you alone"):
+    with pytest.raises(ConfigError, match="private to you"):
         make_private(tmp_path / "file" / "below")
 
 
