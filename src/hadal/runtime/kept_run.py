@@ -66,7 +66,7 @@ def is_same(found: Deployment, asked: Deployment) -> bool:
     differences = [name for name in _differences(found, asked) if name not in _MAY_DIFFER]
     if differences:
         log.warning(
-            "the processes on the nodes are of another deployment (it differs in %s) and are ended",
+            "the processes on the nodes have other settings (%s), and are ended",
             ", ".join(differences),
         )
     elif found.model != asked.model:

@@ -202,7 +202,7 @@ def _checked(
         warnings.append(
             f"{kind}: a rank has memory for {gb(rank.spare_bytes)} of the {gb(asked_bytes)} of"
             " experts that it may have to take over if a node of its unit is lost. If they do not"
-            f" fit, the unit restarts. Lower {kind}.kv_memory_mb or raise {kind}.ranks to make"
+            f" fit, the unit restarts. Lower {kind}.kv_memory_mb or add ranks to make"
             " room."
         )
     if deployment.device == "cuda" and config.weight_block_size is not None:

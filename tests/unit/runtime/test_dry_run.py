@@ -117,7 +117,7 @@ def test_the_laptops_units_of_many_ranks_run_on_any_host() -> None:
 
 
 def test_a_plan_that_is_wrong_everywhere_names_the_field() -> None:
-    with pytest.raises(ConfigError, match=r"decode\.redundant_experts = 2 would"):
+    with pytest.raises(ConfigError, match=r"Set decode\.redundant_experts to 2"):
         plan(Deployment(device="cpu", decode=UnitsConfig(ranks=3, redundant_experts=1)))
 
 
@@ -128,7 +128,7 @@ def test_a_cluster_is_told_what_no_host_can_run() -> None:
     found = plan(on_ray)
     reasons = why_not_run(found)
     assert "deepep" in reasons[0]
-    assert reasons[1].startswith("a prefill rank holds 2")
+    assert reasons[1].startswith("a prefill rank needs 2")
     assert "cannot run on a cluster: transport" in text_of(found)
     small = plan(Deployment(device="cpu", cluster=ClusterConfig(on="ray")))
     assert why_not_run(small) == []

@@ -195,7 +195,9 @@ def test_a_node_that_is_found_and_silent_is_told_of(world: World) -> None:
     world.nodes.tick(5.9)
     assert world.nodes.complaint() == ""
     world.nodes.tick(6.1)
-    assert world.nodes.complaint().startswith("no report from the agent of node 2, 5 s after Ray found")
+    assert world.nodes.complaint().startswith(
+        "no report from the agent of node 2, 5 s after Ray found"
+    )
     assert world.nodes.complaint() == "", "once"
 
 

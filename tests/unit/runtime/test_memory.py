@@ -267,7 +267,7 @@ def test_what_a_rank_serves_with_comes_before_room_for_a_lost_node(v3: ModelConf
 
 
 def test_experts_that_do_not_divide_say_which_number_would(v3: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match=r"prefill\.redundant_experts = 0 or 32 would"):
+    with pytest.raises(ConfigError, match=r"Set prefill\.redundant_experts to 0 or 32"):
         plan_memory(
             Deployment(device="cpu", prefill=UnitsConfig(ranks=32, redundant_experts=20)), v3
         )

@@ -89,7 +89,7 @@ class KvWire:
             nixl.about(pool)  # Make it now, not in the middle of the first pull.
         if handover != SHM:
             if grants is None:
-                raise ValueError(f"handover {handover!r} needs a secret and grants.")
+                raise ValueError(f"handover is {handover}, which needs a secret and grants.")
             about_nixl = None if nixl is None else nixl.about
             self._server = KvServer(
                 pool, host, secret, grants, lease_s=lease_s, about_nixl=about_nixl

@@ -291,7 +291,7 @@ class TcpTransfer:
             part = into[head.chunk * per_chunk : (head.chunk + 1) * per_chunk]
             if head.chunk not in asked or head.num_bytes != len(part) * own.block_bytes:
                 raise BadPeer(
-                    f"it sends chunk {head.chunk} with {head.num_bytes} bytes, which was not requested"
+                    f"it sends {head.num_bytes} bytes as chunk {head.chunk}, not as requested"
                 )
             asked.discard(head.chunk)
             views = own.views(part)

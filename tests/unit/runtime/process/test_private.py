@@ -143,7 +143,7 @@ def test_a_deployments_secret_is_drawn_or_read_and_never_short(tmp_path: Path) -
     path = tmp_path / "secret"
     path.write_bytes(b"x" * 15 + b"\n")
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match="16 bytes at least"):
+    with pytest.raises(ConfigError, match="at least 16 bytes"):
         _secret(path)
     path.write_bytes(b"x" * 16 + b"\n")
     assert _secret(path) == b"x" * 16
