@@ -16,7 +16,9 @@ _SRC = ROOT / "src" / "hadal"
 _FIRST = {path.name for path in (*_SRC.iterdir(), *ROOT.iterdir()) if path.is_dir()}
 _NAME = re.compile(r"(?<![\w/.~*-])([a-z_][a-z0-9_]*(?:/[A-Za-z0-9_.-]+)+)(?![\w*-])")
 _SUFFIXES = ("", ".py", ".h", ".cpp", ".md", ".toml", ".yml", ".js", ".css", ".json", "-*.md")
-_RATES = {"tokens/s"}
+_NO_FILES = {"tokens/s", "bench/results"}
+"""A rate, and a folder that benches make."""
+"""A rate, and a folder that benches make."""
 
 
 def unknown_names(path: Path) -> Iterator[tuple[int, str]]:
@@ -24,7 +26,7 @@ def unknown_names(path: Path) -> Iterator[tuple[int, str]]:
     for text in texts(path):
         for match in _NAME.finditer(text.words):
             name = match[1].rstrip(".")
-            is_file = name.split("/")[0] in _FIRST and name not in _RATES
+            is_file = name.split("/")[0] in _FIRST and name not in _NO_FILES
             if is_file and not _exists(name, path.parent):
                 yield text.line, name
 

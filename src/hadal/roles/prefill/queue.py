@@ -18,7 +18,7 @@ class PrefillQueue:
     """Queue of prompts, iterated by priority and arrival; `in_turns` adds the turns of tenants."""
 
     def __init__(self, num_max: int, burst_tokens: float) -> None:
-        """`num_max`: maximum number of queued prompts, in addition to those that the unit could start
+        """`num_max`: maximum number of queued prompts, in addition to the prompts that the unit could start
         if it were empty.
         `burst_tokens`: see ServiceCounters.
         """
