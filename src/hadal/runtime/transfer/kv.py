@@ -205,7 +205,7 @@ class _SourcePool:
             except TimeoutError as error:
                 self._peer.shun()
                 self._let_go()
-                return f"{self.address.name} timed out: {error}"
+                return f"{self.address.name} is silent: {error}"
             except (OSError, BadPeer, PoolError, CannotPull) as error:
                 self._let_go()
                 return f"{self.address.name}: {str(error) or type(error).__name__}"
