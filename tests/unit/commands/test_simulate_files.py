@@ -132,7 +132,7 @@ def test_hours_are_those_of_beijing(text: str, hours: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["24", "-1", "22-2", "a", "3-x", "1.5", ",", " "])
 def test_hours_that_are_none_are_said(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--hours .* hours are 0 to 23, such as 0-5,14"):
+    with pytest.raises(ConfigError, match=r"--hours .* hours from 0 to 23, such as 0-5,14"):
         hours_of(text)
 
 
