@@ -131,6 +131,7 @@ def kill_rounds(url: str, seed: int, outages: float, num_rounds: int) -> None:
 
 @pytest.mark.promise("Any number of servers may write one ledger.")
 @pytest.mark.campaign("moments of kills are drawn")
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("outages", [pytest.param(0.0, marks=MORE), 0.5])
 def test_killed_writers_of_a_file(tmp_path: Path, outages: float) -> None:
     url = str(tmp_path / "l.sqlite")
@@ -140,6 +141,7 @@ def test_killed_writers_of_a_file(tmp_path: Path, outages: float) -> None:
 
 
 @MORE
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("outages", [0.0, 0.5])
 def test_killed_writers_of_a_server(server: Postgres, tmp_path: Path, outages: float) -> None:
     clear(server.url)
