@@ -124,7 +124,7 @@ def test_nothing_to_measure_is_said() -> None:
     )
     with pytest.raises(ConfigError, match=r"raise window\.back_s and window\.seconds"):
         decode_point(empty, PLACED, load().figures(), cached_day(), 6.0)
-    with pytest.raises(ConfigError, match="prefill had nothing to do"):
+    with pytest.raises(ConfigError, match="prefill had no work"):
         prefill_point(empty, PLACED, load().figures(), cached_day())
 
 
