@@ -204,8 +204,7 @@ class OwnSegments:
         except OtherModelError as error:
             self._foreign.add(number)
             self._troubles.note(
-                "another model",
-                f"{error}; it is not deleted, and this model's budget does not include it",
+                "another model", f"{error}; it stays, beside this model's and its budget"
             )
             segment.close()
             return None

@@ -171,9 +171,7 @@ class DiskView:
         try:
             self._marks.put_nowait(locations)
         except queue.Full:
-            self.troubles.note(
-                "marks", "the folder is too slow: some uses of blocks are not counted"
-            )
+            self.troubles.note("marks", "the folder is too slow to count uses in")
 
     def stop(self, timeout_s: float) -> None:
         self._stopping.set()
@@ -233,9 +231,7 @@ class DiskView:
         is_there = is_good & (segment.damaged() != records[:, SEQUENCE])
         if num_bad:
             # Damaged, or being written now: its writer reports a change when it is done.
-            self.troubles.note(
-                "records", f"{segment.path.name}: {num_bad} records are incomplete or damaged"
-            )
+            self.troubles.note("records", f"{segment.path.name}: {num_bad} records are not whole")
         is_other = names != known.names
         gone = known.names[known.is_there & (~is_there | is_other)]
         (slots,) = np.nonzero(is_there & (~known.is_there | is_other))

@@ -64,9 +64,9 @@ class Stager:
                 return
             for old in [waiting for waiting in worker.waiting if waiting.layer == plan.layer]:
                 worker.waiting.remove(old)
-                self._refuse(old, f"stage {plan.stage_id} replaces it")
+                self._refuse(old, f"stage {plan.stage_id} takes its place")
             if len(worker.waiting) >= MAX_WAITING:
-                self._refuse(plan, f"{MAX_WAITING} layers are queued already")
+                self._refuse(plan, f"{MAX_WAITING} layers wait already")
             else:
                 worker.submit(plan)
 
