@@ -89,7 +89,7 @@ def reason_subtract(a: int, b: int) -> str:
 
 def reason_multiply(a: int, b: int) -> str:
     """Return the reasoning for a * b: one digit times a number in columns; two digits as tens and
-    ones, whose products are added.
+    ones, with their products added.
     """
     if b > 9 and a <= 9:
         a, b = b, a

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.suite.language import docstring
+
 HERE = Path(__file__).resolve().parents[2]
 MAX_PARAMETERS = 8
 MAX_ATTRIBUTES = 15
@@ -58,12 +60,7 @@ def _num_code_lines(path: Path, tree: ast.Module) -> int:
     """Return the number of lines without imports, docstrings, comments and blank ones."""
     others: set[int] = set()
     for node in ast.walk(tree):
-        is_text = (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        )
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+        if docstring(node) is not None or isinstance(node, ast.Import | ast.ImportFrom):
             others |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # type: ignore[attr-defined]
     lines = path.read_text(encoding="utf-8").splitlines()
     return sum(

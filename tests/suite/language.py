@@ -81,6 +81,14 @@ class Count:
         return 100 * self.num_odd / max(self.num_docstrings, 1)
 
 
+def docstring(node: ast.AST) -> str | None:
+    """Return the text of a statement that is only a string: a docstring, also of a field."""
+    match node:
+        case ast.Expr(value=ast.Constant(value=str(words))):
+            return words
+    return None
+
+
 def texts(path: Path) -> Iterator[Text]:
     """Yield the docstrings and comments of a Python file, or the lines of a page outside its code boxes."""
     source = path.read_text(encoding="utf-8")
@@ -94,9 +102,8 @@ def texts(path: Path) -> Iterator[Text]:
                 yield Text(path, number, line, is_docstring=False)
         return
     for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str(words))):
-                yield Text(path, node.lineno, words.strip(), is_docstring=True)
+        if (words := docstring(node)) is not None:
+            yield Text(path, node.lineno, words.strip(), is_docstring=True)  # type: ignore[attr-defined]
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield Text(path, token.start[0], token.string.lstrip("# "), is_docstring=False)

@@ -17,9 +17,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.suite.language import ROOT, docstring
 
 
 def first_difference(
@@ -48,8 +47,7 @@ class _WithoutTexts(ast.NodeTransformer):
     """Removes statements that are only a string: docstrings of modules, classes, functions and fields."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        return None if is_text else node
+        return None if docstring(node) is not None else node
 
 
 class _WithoutMessages(ast.NodeTransformer):
@@ -64,7 +62,7 @@ class _WithoutMessages(ast.NodeTransformer):
 
 
 def _strings(tree: ast.AST) -> Iterator[str]:
-    """Strings in the order of the code; an f-string is one, as it is written."""
+    """Yield the strings in the order of the code; an f-string is one string, as it is written."""
     if isinstance(tree, ast.JoinedStr):
         yield ast.unparse(tree)
     elif isinstance(tree, ast.Constant):
@@ -81,7 +79,7 @@ def _git(*arguments: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the files whose code differs; return 1 if there are any."""
+    """Print the files with other code; return 1 if there are any."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

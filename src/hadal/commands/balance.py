@@ -35,7 +35,7 @@ EPILOG = examples(
     ),
     after=(
         "Loads are tokens, a row per layer, a number per expert. A list of such matrices is a"
-        " window of steps, each of which lasts as long as its busiest rank."
+        " window of steps; a step lasts as long as its busiest rank."
     ),
 )
 
@@ -78,7 +78,7 @@ def balance(
     max_moves: Annotated[
         int | None,
         typer.Option(
-            help="Stay near today's placement: at most so many replicas move, and those it lacks.",
+            help="Stay near today's placement: at most this many replicas move, and those it lacks.",
             min=0,
         ),
     ] = None,

@@ -1,5 +1,5 @@
-"""Checks that the model's mapped files are those that the server was started with, and that they do
-not change.
+"""Checks that the mapped files of the model are the files of the server's start, and that they do not
+change.
 
 Reading a page beyond the end of a shortened file kills the process with SIGBUS (which the
 supervisor explains). An overwritten page silently holds other weights. So a process that maps the

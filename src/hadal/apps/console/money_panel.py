@@ -80,12 +80,12 @@ class MoneyPanel:
         if "cost_used_usd" in money["tenant"]:
             said = (
                 "A node works for several tenants at once. Its cost is shared by what it computed for"
-                " each, and what nobody used in the same proportion."
+                " each, and unused node time in the same proportion."
             )
         elif frame.place:
             said = "A simulation keeps sums, which say of no tenant what it cost."
         else:
-            said = "Of so many requests, `hadal report --tenant` says what each tenant cost."
+            said = "There are too many requests to read here: `hadal report --tenant` shows each tenant's cost."
         self._shared.set_text(said)
         for element, by in ((self._models, "model"), (self._tenants, "tenant")):
             lines = sorted(money[by][f"{by}s"], key=lambda line: -line["income_usd"])
@@ -138,7 +138,7 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
     return (
         figures.table([*heads, "refused"] if is_by_tenant else heads, rows) + more
         if rows
-        else figures.empty("Nobody asked yet", "Requests of the last 24 hours stand here.")
+        else figures.empty("No requests yet", "Requests of the last 24 hours are shown here.")
     )
 
 

@@ -6,7 +6,7 @@ from nicegui import ui
 
 from hadal.apps.console import charts, figures
 from hadal.apps.console.series import Series
-from hadal.apps.console.widgets import empty_note
+from hadal.apps.console.widgets import table_or_note
 from hadal.gateway.desk.frames import ConsoleFrame
 from hadal.runtime.process.child import ProcessPhase
 from hadal.runtime.process.status import wrong_nodes
@@ -62,10 +62,10 @@ class ProblemsPanel:
             for end in reversed(status.ends if status is not None else ())
         ]
         self._ends.set_content(
-            figures.table(("time", "process", "how", ""), ends, num_text=4)
-            if ends
-            else empty_note(
+            table_or_note(
                 frame,
+                ("time", "process", "how", ""),
+                ends,
                 "Nothing has ended",
                 "A process that dies is started again, and told of here.",
             )
@@ -75,10 +75,10 @@ class ProblemsPanel:
             for line in reversed(frame.lines)
         ]
         self._lines.set_content(
-            figures.table(("time", "process", "", "what"), lines, num_text=4)
-            if lines
-            else empty_note(
+            table_or_note(
                 frame,
+                ("time", "process", "", "what"),
+                lines,
                 "None",
                 "What processes warn of is gathered here; hadal logs has all they say.",
             )

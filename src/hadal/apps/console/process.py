@@ -57,7 +57,7 @@ _POLICY = (
     " style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:;"
     " connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-"""Policy under which the browser contacts no other host, whatever text a model writes."""
+"""Policy under which the browser contacts no other host, even if a model writes a link to one."""
 
 
 class Guard:

@@ -71,7 +71,7 @@ class HeatMap:
 
 
 class Picker:
-    """Row of buttons, one of which is chosen."""
+    """Row of buttons for a choice: one button is chosen."""
 
     def __init__(self, choose: Callable[[str], None]) -> None:
         self._choose = choose
@@ -126,3 +126,12 @@ def empty_note(frame: ConsoleFrame, title: str, text: str) -> str:
         title = "Known on the server's host alone"
         text = "hadal console, run on the host of the server, shows it."
     return figures.empty(title, text)
+
+
+def table_or_note(
+    frame: ConsoleFrame, heads: Sequence[str], rows: Sequence[Sequence[str]], title: str, text: str
+) -> str:
+    """Return a table of texts, or a note if it has no rows."""
+    if not rows:
+        return empty_note(frame, title, text)
+    return figures.table(heads, rows, num_text=len(heads))

@@ -19,7 +19,7 @@ class Questions(Generic[M]):
     async def ask(
         self, whom: Iterable[str], send: Callable[[str, int], None], timeout_s: float
     ) -> dict[str, M]:
-        """Ask all processes in `whom` by `send(name, reply_id)`. Return the answers that came in
+        """Ask all processes in `whom` by `send(name, reply_id)`. Return the answers that arrived in
         time.
         """
         self._num_asked += 1
