@@ -45,6 +45,7 @@ QUESTIONS = (
     "Write the word harbour backwards.",
     "Which day is 9 days after May 28?",
 )
+SOME_MONEY = re.compile(r"^\$(0\.0*)?[1-9]")
 NUM_CHATS = 16
 """Concurrent chats. Moves pay off only if they save time for many tokens per step."""
 MOST_CHANGES = 300
@@ -627,6 +628,7 @@ def without_forks(server: Server) -> Iterator[None]:
 
 @MORE_PAGES
 @pytest.mark.slow("a fleet grows, and experts move")
+@pytest.mark.timeout(900)
 def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
     start_server: StartServer, browser: Browser, tmp_path: Path
 ) -> None:
@@ -634,7 +636,7 @@ def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
     server = start_server(
         **RANKED,
         console=PAGES,
-        fleet={**fleet, "decode_tokens_per_s": 30.0},
+        fleet={**fleet, "decode_tokens_per_s": 3.0},
         ledger={"url": str(tmp_path / "ledger.sqlite")},
     )
     with looking(browser, pages_of(server), "/console") as page:
@@ -673,8 +675,8 @@ def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
         expect(page.locator("td", has_text="hadal-tiny").first).to_be_visible()
         tenant = page.locator("tr", has_text="everyone").locator("td")
         expect(tenant.first).to_be_visible()
-        expect(tenant.nth(6)).to_contain_text("$0.")
-        assert page.locator(".h-fact-value").first.inner_text().startswith("$0.0")
+        expect(tenant.nth(6)).to_have_text(SOME_MONEY)
+        expect(page.locator(".h-fact-value").first).to_have_text(SOME_MONEY)
 
 
 @MORE_PAGES

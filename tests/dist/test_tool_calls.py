@@ -126,16 +126,18 @@ async def post_all(server: Server, path: str, bodies: list[dict[str, Any]]) -> l
 
 
 def num_right(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
-    """Return the number of complete calls. Raises an error if a call is invalid or a reply breaks
-    its request.
+    """Return the number of complete calls that a grammar held. Raises an error if one of them is
+    invalid or a reply breaks its request. Nothing holds a request under auto without a strict tool.
     """
     num = 0
     for body, choices in zip(bodies, answers, strict=True):
         functions = {each["function"]["name"]: each["function"] for each in body["tools"]}
+        is_forced = body.get("tool_choice", "auto") != "auto"
+        is_held = is_forced or any(each["strict"] for each in functions.values())
         for choice in choices:
             finish, message = choice["finish_reason"], choice["message"]
             calls = message.get("tool_calls", [])
-            complete = calls if finish == "tool_calls" else calls[:-1]
+            complete = (calls if finish == "tool_calls" else calls[:-1]) if is_held else []
             for call in complete:
                 function = functions[call["function"]["name"]]
                 arguments = json.loads(call["function"]["arguments"])
@@ -143,7 +145,6 @@ def num_right(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
                 jsonschema.validate(arguments, function["parameters"] if is_strict else {})
                 assert isinstance(arguments, dict)
             num += len(complete)
-            is_forced = body.get("tool_choice", "auto") != "auto"
             if finish == "stop":
                 assert not is_forced
                 assert not calls
