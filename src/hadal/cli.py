@@ -44,8 +44,8 @@ completion_init()
 app = typer.Typer(
     cls=Commands,
     help=(
-        "DeepSeek-V3/R1's inference system, whole, in Python. Start with `hadal serve`, then `hadal"
-        " chat`."
+        "DeepSeek-V3/R1's complete inference system in Python. Start with `hadal serve`,"
+        " then `hadal chat`."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -74,7 +74,7 @@ def main(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Print the version and leave."
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -86,17 +86,17 @@ app.command(epilog=SERVE_EPILOG)(serve)
 
 @app.command(
     epilog=examples(
-        ("hadal chat", "with the server on this machine"),
-        ("hadal chat --url http://other:8000", "with another one"),
-        ("echo 'What is 12 + 30?' | hadal chat", "one question, then leave"),
+        ("hadal chat", "chat with the server on this machine"),
+        ("hadal chat --url http://other:8000", "chat with another server"),
+        ("echo 'What is 12 + 30?' | hadal chat", "ask one question, then exit"),
     )
 )
 def chat(
     url: Annotated[
-        str, typer.Option(help="Where the server is, with or without /v1.", callback=server_url)
+        str, typer.Option(help="URL of the server, with or without /v1.", callback=server_url)
     ] = URL,
     model: Annotated[
-        str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")
+        str, typer.Option(help="Name of the model. [dim]the first one the server lists[/dim]")
     ] = "",
     api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
@@ -104,7 +104,7 @@ def chat(
         float | None, typer.Option(help="0 is greedy. [dim]the model's own[/dim]")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Longest answer, thinking included.")
+        int | None, typer.Option(help="Most tokens of an answer, thinking included.")
     ] = None,
 ) -> None:
     """Chat in the terminal with a running server: thinking is marked by a bar, tokens per second
@@ -126,37 +126,43 @@ def chat(
 
 @app.command(
     epilog=examples(
-        ("hadal report", "the last 24 hours, hour by hour"),
-        ("hadal report --last 7d --by tenant", "who asked for how much in a week"),
-        ("hadal report --tenant", "and whose the GPUs' time was, used and idle"),
+        ("hadal report", "report the last 24 hours, hour by hour"),
+        (
+            "hadal report --last 7d --by tenant",
+            "requests and tokens of each tenant in the last week",
+        ),
+        ("hadal report --tenant", "used and idle GPU time of each tenant"),
         ("hadal report --prices 0.07/0.27/1.10", "the same requests at other prices"),
         (
             "hadal report --ledger postgresql://USER@HOST/NAME --json",
-            "another ledger, for programs",
+            "another ledger, as JSON for programs",
         ),
     )
 )
 def report(
-    last: Annotated[str, typer.Option(help="How far back: 90m, 24h, 7d, 2w.")] = "24h",
-    by: Annotated[str, typer.Option(help="hour, model or tenant.")] = "hour",
+    last: Annotated[str, typer.Option(help="Period until now: 90m, 24h, 7d or 2w.")] = "24h",
+    by: Annotated[str, typer.Option(help="Rows of the report: hour, model or tenant.")] = "hour",
     tenant: Annotated[
         bool,
-        typer.Option("--tenant", help="By tenant, with the GPU time that each used and left idle."),
+        typer.Option(
+            "--tenant", help="Group by tenant and show each tenant's used and idle GPU time."
+        ),
     ] = False,
     ledger: Annotated[
-        str, typer.Option(help="Path or URL. [dim]HADAL_LEDGER, else the user's[/dim]")
+        str,
+        typer.Option(help="Path or URL of the ledger. [dim]HADAL_LEDGER, else the user's[/dim]"),
     ] = "auto",
     prices: Annotated[
         str,
         typer.Option(
             help=(
-                "Other prices than were charged: a list's name, or dollars per million,"
-                " HIT/MISS/OUT."
+                "Prices to use instead of those charged: name of a price list, or dollars"
+                " per million tokens as HIT/MISS/OUT."
             )
         ),
     ] = "",
     utc: Annotated[
-        bool, typer.Option("--utc", help="Hours of UTC instead of this machine's.")
+        bool, typer.Option("--utc", help="Show hours in UTC instead of local time.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -178,24 +184,24 @@ def report(
 
 @app.command(
     epilog=examples(
-        ("hadal trace", "the next 3 steps of decode-0, into trace.json"),
-        ("hadal trace --unit prefill-0 --steps 1", "one step of a prefill unit"),
+        ("hadal trace", "write the next 3 steps of decode-0 to trace.json"),
+        ("hadal trace --unit prefill-0 --steps 1", "trace one step of a prefill unit"),
         after=(
-            "Open the file at ui.perfetto.dev. The unit must be at work: send it requests"
-            " meanwhile."
+            "Open the file at ui.perfetto.dev. Send requests while the command runs: a"
+            " unit steps only while it has requests."
         ),
     )
 )
 def trace(
-    url: Annotated[str, typer.Option(help="Where the server is.", callback=server_url)] = URL,
-    unit: Annotated[str, typer.Option(help="Which unit.")] = "decode-0",
-    steps: Annotated[int, typer.Option(help="How many steps.", min=1, max=100)] = 3,
+    url: Annotated[str, typer.Option(help="URL of the server.", callback=server_url)] = URL,
+    unit: Annotated[str, typer.Option(help="Name of the unit.")] = "decode-0",
+    steps: Annotated[int, typer.Option(help="Number of steps to trace.", min=1, max=100)] = 3,
     output: Annotated[
         Path | None,
         typer.Option(
             help=(
-                "File for Perfetto or chrome://tracing. [dim]trace.json, or a free name like"
-                " it[/dim]"
+                "Output file, for Perfetto or chrome://tracing. [dim]trace.json, or an"
+                " unused name like it[/dim]"
             )
         ),
     ] = None,
@@ -211,7 +217,7 @@ def trace(
     from hadal.progress import Bar
 
     with Bar("hadal trace") as bar:
-        bar.update(f"waiting for {steps} steps of {unit}, which come with requests")
+        bar.update(f"waiting for {steps} steps of {unit} (a unit steps only while it has requests)")
         reply = fetch(url, unit, steps, wait_s=wait, api_key=api_key)
     written = write(reply, output)
     typer.echo(describe(reply, shutil.get_terminal_size().columns))
@@ -219,20 +225,23 @@ def trace(
 
 
 _RUN_FOLDER = typer.Option(
-    help="Of the server. [dim]the one that runs here with a folder of its own[/dim]"
+    help="Run folder of the server. [dim]that of the only server on this host[/dim]"
 )
 
 
 @app.command(
     epilog=examples(
-        ("hadal status", "units, ranks and gateways of the server on this host"),
-        ("hadal status --json | jq .wrong", "what is wrong with it, for programs"),
-        after="Ends with 0 if all is there, 1 if something is missing, 2 if no server runs.",
+        ("hadal status", "show units, ranks and gateways of the server on this host"),
+        ("hadal status --json | jq .wrong", "current problems, for programs"),
+        after="Exit code: 0 if everything is ready, 1 if something is missing, 2 if no server"
+        " runs.",
     )
 )
 def status(
     run_folder: Annotated[Path | None, _RUN_FOLDER] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole status as JSON.")
+    ] = False,
 ) -> None:
     """Show this host's units, their state, restarts with reasons, and current problems."""
     from hadal.commands.status import find, print_status
@@ -243,11 +252,12 @@ def status(
 
 @app.command(
     epilog=examples(
-        ("hadal rollout", "start all units anew, one by one, with the code that is installed now"),
-        ("hadal rollout --model FOLDER", "go over to other weights of the same model"),
+        ("hadal rollout", "restart all units, one by one, with the code that is installed now"),
+        ("hadal rollout --model FOLDER", "switch to other weights of the same model"),
         after=(
-            "No request fails: what a unit holds is finished, or goes on elsewhere, before it ends."
-            " Ends with 0 if all are replaced, 1 if a new one does not come up, 2 if it cannot be."
+            "No request fails: before a unit ends, its requests finish or continue on"
+            " another unit. Exit code: 0 if all units are replaced, 1 if a new unit does"
+            " not become ready, 2 if the rollout cannot begin."
         ),
     )
 )
@@ -255,7 +265,8 @@ def rollout(
     model: Annotated[
         str,
         typer.Option(
-            help="Checkpoint's folder, on every host. [dim]the one that is served now[/dim]"
+            help="Folder of the checkpoint, with the same path on every host. [dim]the one"
+            " served now[/dim]"
         ),
     ] = "",
     is_waited: Annotated[
@@ -269,29 +280,35 @@ def rollout(
     try:
         sys.exit(roll_out(run_folder, model, is_waited=is_waited))
     except KeyboardInterrupt:
-        typer.echo("hadal rollout: it goes on; `hadal status` says how far it is.", err=True)
+        typer.echo(
+            "hadal rollout: the rollout continues; `hadal status` shows its progress.", err=True
+        )
         sys.exit(130)
 
 
 @app.command(
     epilog=examples(
-        ("hadal logs", "the last lines of all processes, in order"),
-        ("hadal logs decode-0 -n 200", "of a unit: its leader and its ranks"),
-        ("hadal logs decode-0.3 -f", "of one rank, and go on with what it writes"),
+        ("hadal logs", "print the last lines of all processes, ordered by time"),
+        (
+            "hadal logs decode-0 -n 200",
+            "print the last 200 lines of a unit: its leader and its ranks",
+        ),
+        ("hadal logs decode-0.3 -f", "print lines of one rank, and follow new ones"),
         after=(
-            "A megabyte or two of each process is kept in the run folder, beside what --log-dir or"
-            " the terminal gets; it goes when the server ends."
+            "The run folder has the last one or two megabytes of each process, in"
+            " addition to --log-dir or the terminal. They are deleted when the server"
+            " ends."
         ),
     )
 )
 def logs(
     name: Annotated[
         str | None,
-        typer.Argument(help="A unit, a process or supervisor. [dim]all of them[/dim]"),
+        typer.Argument(help="Name of a unit or a process, or supervisor. [dim]all[/dim]"),
     ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many.", min=0)] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of lines.", min=0)] = 50,
     is_followed: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Follow new lines until Ctrl-C.")
     ] = False,
     run_folder: Annotated[Path | None, _RUN_FOLDER] = None,
 ) -> None:
@@ -312,14 +329,17 @@ app.command(epilog=BALANCE_EPILOG)(balance)
     epilog=examples(
         (
             "hadal completion bash >> ~/.bashrc",
-            "Tab completes commands and options in shells that start from now on",
+            "Tab completes commands and options in new shells",
         ),
-        ("hadal completion zsh >> ~/.zshrc", "the same in zsh; its lines belong after compinit"),
-        ("hadal completion fish > ~/.config/fish/completions/hadal.fish", "and in fish"),
+        (
+            "hadal completion zsh >> ~/.zshrc",
+            "the same in zsh; the lines must stand after compinit",
+        ),
+        ("hadal completion fish > ~/.config/fish/completions/hadal.fish", "the same in fish"),
     )
 )
-def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> None:
-    """Print a script with which a shell completes hadal's commands and options."""
+def completion(shell: Annotated[Shell, typer.Argument(help="Name of the shell.")]) -> None:
+    """Print a shell script that completes hadal's commands and options."""
     typer.echo(
         get_completion_script(prog_name="hadal", complete_var=COMPLETE_VARIABLE, shell=shell.value)
     )

@@ -51,7 +51,7 @@ FORMED = re.compile(
     r"^\S+ (\S+) .*formation (\d+) done in (\d+\.\d+) s with ranks (\d+(?:, \d+)*)", re.M
 )
 """Unit, formation, seconds and ranks in a line of a server's log."""
-_NOTICED = re.compile(r"^\S+ (\S+)\.(\d+) .*noticed that rank (\d+) is gone", re.M)
+_NOTICED = re.compile(r"^\S+ (\S+)\.(\d+) .*rank (\d+) is lost", re.M)
 
 
 def noticed_in(log: str) -> set[tuple[str, int, int]]:

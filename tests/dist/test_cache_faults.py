@@ -142,7 +142,7 @@ def delete(folder: Path, rng: random.Random) -> int:
 
 
 FAULTS: dict[str, tuple[Callable[[Path, random.Random], int], str, str]] = {
-    "bits": (flip_bits, DAMAGED_BLOCKS, "written anew when it is computed"),
+    "bits": (flip_bits, DAMAGED_BLOCKS, "computed again and then rewritten"),
     "deleted": (delete, STORED_BLOCKS, "is gone"),
     "cut": (cut_off, MISS_TOKENS, "computed"),
 }

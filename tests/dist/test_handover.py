@@ -23,7 +23,7 @@ AS_BETWEEN_HOSTS = {"UCX_TLS": "tcp,self"}
 KILLS = ["decode-0", "prefill-0"] * (10 if FULL else 1)
 CONCURRENCY = 8
 """Concurrency of tests that kill a unit, so that requests arrive after the kill."""
-TAKEN = re.compile(r"KV of (\S+) comes over (\w+)")
+TAKEN = re.compile(r"KV of (\S+) is pulled over (\w+)")
 
 
 @pytest.fixture(scope="module")

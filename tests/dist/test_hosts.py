@@ -552,4 +552,4 @@ def test_rounds_of_faults(spread: Callable[..., Any]) -> None:
         ranks = [name for name in units if "." in name]
         assert sum(len(each.pools()) for each in deployed.hosts) == len(ranks)
         log = deployed.server.log()
-    print("nodes were lost after", *re.findall(r"has said nothing for ([\d.]+) s", log))
+    print("nodes were lost after", *re.findall(r"has sent no report for ([\d.]+) s", log))

@@ -283,5 +283,5 @@ def test_a_file_of_something_else_ends_the_start_with_a_reason(
     path.write_text("these are notes " * 100)
     server = start_server(wait=False, ledger={"url": str(path)})
     assert server.process.wait(STOP_TIMEOUT_S) == 2
-    assert "it is a file of something else. Give the ledger another path." in server.log()
+    assert "it is not a SQLite file. Give the ledger another path." in server.log()
     assert path.read_text() == "these are notes " * 100

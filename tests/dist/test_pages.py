@@ -115,7 +115,7 @@ def test_a_chat_thinks_answers_and_is_kept_by_the_browser(server: Server, browse
         page.locator("[aria-label=Edit]").first.click()
         expect(page.locator("#h-input")).to_have_value("What is 12 + 30?")
         expect(page.locator(".h-editing")).to_be_visible()
-        page.click("[aria-label='Keep it']")
+        page.click("[aria-label='Cancel']")
         expect(page.locator(".h-editing")).to_be_hidden()
         page.locator("[aria-label=Edit]").first.click()
         expect(page.locator("#h-input")).to_have_value("What is 12 + 30?")
@@ -420,12 +420,12 @@ def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: B
         with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as other:
             assert other.status_code == 200
             ask(page, "first")
-            expect(page.get_by_text("Busy, trying again")).to_be_visible()
+            expect(page.get_by_text("busy; retrying")).to_be_visible()
             page.click("[aria-label=Stop]")
             expect(page.locator(".h-stats").last).to_contain_text("stopped")
-            expect(page.get_by_text("Busy, trying again")).to_be_hidden()
+            expect(page.get_by_text("busy; retrying")).to_be_hidden()
             ask(page, "second")
-            expect(page.get_by_text("Busy, trying again")).to_be_visible()
+            expect(page.get_by_text("busy; retrying")).to_be_visible()
         expect(page.locator(".h-answer").last).to_contain_text("tick tock")
         assert page.locator(".h-bad:visible").count() == 0
         page.keyboard.press("Escape")
@@ -523,7 +523,7 @@ def test_two_pages_do_not_write_over_each_other(browser: Browser) -> None:
         other.click(".h-row-title")
         ask(other, "second")
         expect(other.locator(".q-notification")).to_contain_text(
-            "Another page is getting an answer"
+            "Another page is waiting for an answer"
         )
         expect(other.locator("#h-input")).to_have_value("second")
         page.evaluate(SLOW_ANSWERS)
@@ -558,7 +558,7 @@ def test_the_model_that_ships_calls_a_tool(server: Server, browser: Browser) -> 
     """Greedy, because at its own temperature the model is sometimes wrong."""
     with looking(browser, pages_of(server)) as page:
         page.click(".h-quiet")
-        page.get_by_text("The model's own temperature").click()
+        page.get_by_text("Default temperature of the model").click()
         page.locator(".q-slider--enabled").click(position={"x": 1, "y": 10})
         page.get_by_role("button", name="Done").click()
         expect(page.get_by_text("temperature 0", exact=True)).to_be_visible()
@@ -579,7 +579,7 @@ def test_a_model_without_tools_is_asked_without_them(browser: Browser) -> None:
         page.keyboard.press("Escape")
         expect(page.locator(".h-stats").last).to_contain_text("stopped")
         page.click(".h-quiet")
-        expect(page.get_by_text("was not taught to call tools")).to_be_visible()
+        expect(page.get_by_text("was not trained to call tools")).to_be_visible()
 
 
 # ---- the console ----
@@ -689,7 +689,7 @@ def test_keys_guard_chat_and_console_until_they_are_withdrawn(browser: Browser) 
         assert page.locator("#h-input").count() == 0
         page.fill(".h-door input", "wrong")
         page.click(".h-door .h-primary")
-        expect(page.locator(".h-bad")).to_contain_text("not known")
+        expect(page.locator(".h-bad")).to_contain_text("not valid")
         page.fill(".h-door input", left)
         page.click(".h-door .h-primary")
         expect(page.locator("#h-input")).to_be_visible()
@@ -701,7 +701,7 @@ def test_keys_guard_chat_and_console_until_they_are_withdrawn(browser: Browser) 
         expect(page.locator(".h-tabs button").first).to_be_visible()
         assert page.evaluate("localStorage.getItem('hadal.key')") == left, "the chat's own"
         gateway.world.gateway.tenancy.take(Keys([left]))
-        expect(page.locator(".h-problem")).to_contain_text("not known")
+        expect(page.locator(".h-problem")).to_contain_text("not valid")
         assert page.locator(".h-tabs button").count() == 0, "they would show what others still see"
         assert page.locator(".h-unit").count() == 0
         assert httpx.get(f"{gateway.url}/status").status_code == 401

@@ -42,7 +42,7 @@ def test_an_address_that_is_none_is_one_line(words: list[str]) -> None:
     result = CliRunner().invoke(app, [*words, "--url", "foo"])
     assert result.exit_code == 2
     assert result.stderr == (
-        "hadal: --url is 'foo'; an address such as http://127.0.0.1:8000 is needed.\n"
+        "hadal: --url is 'foo'; use an address such as http://127.0.0.1:8000.\n"
     )
 
 
@@ -132,7 +132,7 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["--log-level", "loud"], "--log-level is 'loud'"),
         (["--log-format", "xml"], "--log-format is 'xml'"),
         (["--api-key", "a,b"], "comma"),
-        (["--cache-folder", __file__], "is no folder"),
+        (["--cache-folder", __file__], "is not a folder"),
         (["--api-keys-file", "/no/such/keys"], "/no/such/keys"),
         (["--config", "bad_batches.toml"], "batches.url: "),
         (["--config", "batches_of_a_cluster.toml"], "Set batches.url to postgresql://"),
@@ -205,7 +205,7 @@ def test_a_plan_that_is_wrong_ends_a_dry_run_with_2(tmp_path: Path) -> None:
     file.write_text("[decode]\nranks = 3\n")
     result = CliRunner().invoke(app, ["serve", "--config", str(file), "--dry-run"])
     assert result.exit_code == 2
-    assert "decode.redundant_experts = 2 would" in result.stderr
+    assert "Set decode.redundant_experts to 2" in result.stderr
 
 
 def test_options_go_before_the_file(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_dry_run_shows_the_cache(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "--dry-run", *options])
     assert result.exit_code == 0
     assert f"up to 0.1 GB in {tmp_path / 'kv'}" in result.stdout
-    assert "hand-over" in result.stdout
+    assert "KV transfer" in result.stdout
 
 
 def test_the_laptops_file_shows_the_defaults() -> None:
@@ -273,7 +273,7 @@ def test_keys_come_from_a_file_that_is_private(
     for text, reason in (
         ("# none\n", "no key"),
         ("a,b\n", "comma"),
-        ("a\n#\nb c\n", "line 3: what stands behind"),
+        ("a\n#\nb c\n", "line 3: a word after the key"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=reason):

@@ -99,7 +99,7 @@ class TorchGroup:
         """
         if backend not in ("gloo", "nccl"):
             raise ValueError(
-                f"{backend!r} is no backend of torch.distributed that is known here: gloo or nccl."
+                f"the backend of torch.distributed is {backend!r}; it must be gloo or nccl."
             )
         if backend == "nccl" and not torch.cuda.is_available():
             raise ValueError("nccl needs a CUDA device, and torch sees none; use gloo or tcp.")
@@ -268,7 +268,7 @@ class TorchGroup:
                     continue
             thread.join(JOIN_TIMEOUT_S)
             if thread.is_alive():
-                log.warning("%s still waits in the formation before", thread.name)
+                log.warning("%s still waits in the previous formation", thread.name)
         link, self._link = self._link, None
         if link is not None:
             link.close()

@@ -29,8 +29,6 @@ def server_url(parameter: typer.CallbackParam, given: str) -> str:
         is_good = False
     if not is_good or not given.isprintable() or len(given) > MAX_URL_CHARS:
         name = "URL" if parameter.param_type_name == "argument" else "--url"
-        typer.echo(
-            f"hadal: {name} is {shown(given)}; an address such as {URL} is needed.", err=True
-        )
+        typer.echo(f"hadal: {name} is {shown(given)}; use an address such as {URL}.", err=True)
         raise typer.Exit(EXIT_ADDRESS)
     return given

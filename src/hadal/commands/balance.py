@@ -22,7 +22,7 @@ EPILOG = examples(
             "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 \\\n"
             "    --expert-slots 9 --mode hybrid"
         ),
-        "DeepSeek-V3's prefill unit: groups stay on a node as far as 98 % balance allows",
+        "DeepSeek-V3's prefill unit: expert groups stay on one node where balance is still 98 %",
     ),
     (
         (
@@ -31,11 +31,12 @@ EPILOG = examples(
             "hadal balance --loads new.json --ranks 144 --expert-slots 2 \\\n"
             "    --current placement.json --max-moves 500"
         ),
-        "other loads since: the best placement that moves at most 500 replicas",
+        "new loads: the best placement that moves at most 500 replicas",
     ),
     after=(
-        "Loads are tokens, a row per layer, a number per expert. A list of such matrices is a"
-        " window of steps; a step lasts as long as its busiest rank."
+        "Loads are numbers of tokens: one row per layer, one number per expert. A list of"
+        " such matrices is a window of steps; each step lasts as long as its busiest"
+        " rank."
     ),
 )
 
@@ -44,21 +45,29 @@ def balance(
     loads: Annotated[
         Path,
         typer.Option(
-            help="JSON or .gz: tokens, layers by experts, or an object with tokens_per_expert."
+            help="File (JSON or .gz) with tokens per layer and expert, or with an object that"
+            " has tokens_per_expert."
         ),
     ],
-    ranks: Annotated[int, typer.Option(help="Ranks of the unit.", min=1, max=4096)],
+    ranks: Annotated[int, typer.Option(help="Number of ranks of the unit.", min=1, max=4096)],
     expert_slots: Annotated[
         int,
         typer.Option(
-            help="Expert slots of each rank; as many as experts or more: of all ranks together.",
+            help="Expert slots per rank. A number at or above the number of experts counts"
+            " all ranks together.",
             min=1,
             max=65_536,
         ),
     ],
-    nodes: Annotated[int, typer.Option(help="Nodes that the ranks are on.", min=1, max=4096)] = 1,
+    nodes: Annotated[
+        int, typer.Option(help="Number of nodes that the ranks run on.", min=1, max=4096)
+    ] = 1,
     mode: Annotated[
-        str, typer.Option(help="global, hierarchical (groups on one node), hybrid or fast.")
+        str,
+        typer.Option(
+            help="Placement algorithm: global, hierarchical (each expert group"
+            " on one node), hybrid or fast."
+        ),
     ] = "global",
     groups: Annotated[
         int,
@@ -69,16 +78,17 @@ def balance(
     target: Annotated[
         float,
         typer.Option(
-            help="Balancedness that hybrid and --max-moves ask of every layer.", min=0.01, max=1
+            help="Smallest balance of each layer for hybrid and --max-moves.", min=0.01, max=1
         ),
     ] = 0.98,
     current: Annotated[
-        Path | None, typer.Option(help="Today's placement, as --json prints it.")
+        Path | None, typer.Option(help="File with the current placement, as --json prints it.")
     ] = None,
     max_moves: Annotated[
         int | None,
         typer.Option(
-            help="Stay near today's placement: at most this many replicas move, and those it lacks.",
+            help="Maximum number of replicas that move from the current placement, besides those"
+            " that it lacks.",
             min=0,
         ),
     ] = None,
@@ -87,9 +97,7 @@ def balance(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Place experts on ranks for measured loads; print the plan, or how balanced it is beside
-    today's.
-    """
+    """Place experts on ranks for measured loads. Print the plan, or its balance before and after."""
     from hadal.commands.placements import plan_text
 
     text = plan_text(

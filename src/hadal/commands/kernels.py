@@ -22,14 +22,14 @@ def main() -> int:
         return 2
     try:
         if asked == PLAIN:
-            print(f"kernels: none are compiled, for {KERNELS} is {PLAIN}")
+            print(f"kernels: not compiled, because {KERNELS} is {PLAIN}")
             return 0
         with Bar("kernels") as bar:
             library = build(lambda elapsed_s: bar.update("compiling them for this machine, once"))
     except TimedOut as error:
         print(
-            f"kernels: {error} This machine gives it too little of a core: try again when there is"
-            " less to do. HADAL_KERNELS=plain does without them, slower.",
+            f"kernels: {error} This machine is too busy: try again when it has less to do,"
+            " or set HADAL_KERNELS=plain to run without kernels, slower.",
             file=sys.stderr,
         )
         return 1

@@ -22,44 +22,50 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="API keys of a keys file: make, list and take them back, also while a server uses it.",
+    help="Make, list and revoke API keys in a keys file, also while a server uses it.",
     epilog=examples(
-        ("hadal keys add alice --file keys.txt", "a new key, which is shown this once"),
+        ("hadal keys add alice --file keys.txt", "add a key; it is printed only once"),
         (
             "hadal keys add bob --tokens-per-minute 60000 --requests 8 --dollars-per-day 5",
-            "one with a quota",
+            "add a key with quotas",
         ),
-        ("hadal keys revoke alice", "whoever has it is not let in any more"),
-        ("hadal keys forget alice", "delete the files and batches that it left"),
-        ("hadal serve --api-keys-file keys.txt", "a server with these keys"),
+        ("hadal keys revoke alice", "remove the key; the server rejects it from then on"),
+        ("hadal keys forget alice", "delete the files and batches of the revoked tenant"),
+        ("hadal serve --api-keys-file keys.txt", "start a server that accepts these keys"),
     ),
 )
-_File = Annotated[Path, typer.Option("--file", help="Keys file.", envvar=FILE_VARIABLE)]
+_File = Annotated[Path, typer.Option("--file", help="Path of the keys file.", envvar=FILE_VARIABLE)]
 _FILE = Path("keys.txt")
 
 
 @app.command()
 def add(
-    name: Annotated[str, typer.Argument(help="Of the tenant, in the ledger and in logs.")],
+    name: Annotated[str, typer.Argument(help="Name of the tenant, in the ledger and in logs.")],
     file: _File = _FILE,
     weight: Annotated[
-        float, typer.Option(help="Its share of what is scarce, beside others'.")
+        float,
+        typer.Option(
+            help="Weight of the tenant when capacity is short, relative to other tenants'."
+        ),
     ] = 1.0,
     tokens_per_minute: Annotated[
-        int, typer.Option(help="Tokens a minute, in and out. [dim]no limit[/dim]", min=0)
+        int,
+        typer.Option(help="Most tokens per minute, input and output. [dim]no limit[/dim]", min=0),
     ] = 0,
     requests: Annotated[
-        int, typer.Option(help="Generations at once. [dim]no limit[/dim]", min=0)
+        int, typer.Option(help="Most requests at once. [dim]no limit[/dim]", min=0)
     ] = 0,
     dollars_per_day: Annotated[
-        str, typer.Option(help="What it may cost a day of UTC. [dim]no limit[/dim]")
+        str, typer.Option(help="Most dollars per day (UTC). [dim]no limit[/dim]")
     ] = "",
     model: Annotated[
-        list[str] | None, typer.Option(help="A model that it may ask. [dim]all[/dim]")
+        list[str] | None, typer.Option(help="Model that the tenant may use. [dim]all[/dim]")
     ] = None,
-    right: Annotated[list[str] | None, typer.Option(help="priority or operator.")] = None,
+    right: Annotated[
+        list[str] | None, typer.Option(help="Right of the key: priority or operator.")
+    ] = None,
 ) -> None:
-    """Make a key and add it to the file, which holds only its hash. The key is printed, this once."""
+    """Make a key, add its hash to the file, and print the key. It cannot be printed again."""
     from hadal.core.errors import ConfigError
     from hadal.gateway.desk.auth import RIGHTS, check_name, hashed
     from hadal.gateway.desk.keys import add_line
@@ -67,10 +73,10 @@ def add(
     key = f"{PREFIX}{secrets.token_urlsafe(KEY_BYTES)}"
     for one in model or ():
         if not one or len(one.split()) != 1 or "," in one:
-            raise ConfigError(f"--model is {one[:70]!r}; a name without blanks is needed.")
+            raise ConfigError(f"--model is {one[:70]!r}; use a name without blanks.")
     for one in right or ():
         if one not in RIGHTS:
-            raise ConfigError(f"--right is {one[:70]!r}; there are {' and '.join(sorted(RIGHTS))}.")
+            raise ConfigError(f"--right is {one[:70]!r}; use {' or '.join(sorted(RIGHTS))}.")
     values: list[tuple[str, Any]] = [
         ("name", check_name("the name", name)),
         *([("weight", f"{weight:g}")] if weight != 1.0 else []),
@@ -83,11 +89,12 @@ def add(
     was_revoked = add_line(file, " ".join(words))
     if was_revoked:
         typer.echo(
-            f"{name} was revoked before. What that tenant left (files, batches, kept responses) belongs"
-            f" to this one. If this is someone else: hadal keys revoke {name}; hadal keys forget {name}.",
+            f"{name} was revoked before. The new key owns that tenant's files, batches and"
+            f" stored responses. If this is another tenant: hadal keys revoke {name};"
+            f" hadal keys forget {name}.",
             err=True,
         )
-    typer.echo(f"The key of {name}; it is in no file, so keep it now:", err=True)
+    typer.echo(f"The key of {name}. No file contains it, so store it now:", err=True)
     typer.echo(key)
 
 
@@ -96,7 +103,7 @@ def list_keys(
     file: _File = _FILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Print the tenants of the file, their quotas and rights; no key is shown."""
+    """Print the file's tenants with their quotas and rights, without keys."""
     from hadal.gateway.desk.auth import Tenant, parse_key
     from hadal.gateway.desk.keys import read_lines
     from hadal.stats.prices import PICO_PER_MICRO
@@ -131,44 +138,48 @@ def list_keys(
         ]
         said += [f"only {', '.join(tenant['models'])}"] * bool(tenant["models"])
         said += tenant["rights"]
-        said += ["its key stands in the file"] * (not tenant["is_hashed"])
+        said += ["its key is in the file"] * (not tenant["is_hashed"])
         typer.echo(f"{tenant['name']}: {', '.join(said)}")
 
 
 @app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="The tenant, as `hadal keys list` has it.")],
+    name: Annotated[str, typer.Argument(help="Name of the tenant, as `hadal keys list` shows it.")],
     file: _File = _FILE,
 ) -> None:
-    """Take a tenant's key out of the file, which servers look at once a second."""
+    """Remove a tenant's key from the file. Servers read the file once a second."""
     from hadal.gateway.desk.keys import remove_name
 
     remove_name(file, name)
     typer.echo(
-        f"The key of {name} is taken out of {file}. A server that follows this file lets it in no"
-        " more within some three seconds."
+        f"The key of {name} is removed from {file}. A server that uses this file rejects"
+        " it within about three seconds."
     )
 
 
 @app.command()
 def forget(
-    name: Annotated[str, typer.Argument(help="The tenant, as `hadal keys list` had it.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the tenant, as `hadal keys list` showed it.")
+    ],
     file: _File = _FILE,
     store: Annotated[
         str,
         typer.Option(
             "--batches",
-            help="Where the server keeps batches: `batches.url` of its deployment. auto: beside the"
-            " ledger, as `hadal serve` does.",
+            help="Store of the server's batches: `batches.url` of its deployment. auto:"
+            " beside the ledger, as with `hadal serve`.",
         ),
     ] = "auto",
     ledger: Annotated[
-        str, typer.Option(help="The server's ledger: `ledger.url` of its deployment.")
+        str, typer.Option(help="Ledger of the server: `ledger.url` of its deployment.")
     ] = "auto",
-    port: Annotated[int, typer.Option(help="The server's port, which names the file.")] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port of the server; the file is named after it.")
+    ] = 8000,
 ) -> None:
-    """Delete the files and batches of a tenant that was revoked. A server may run meanwhile. The responses
-    that it keeps are in its memory until it ends.
+    """Delete the files and batches of a revoked tenant, also while a server runs. A running server keeps the
+    tenant's stored responses in memory until it ends.
     """
     from hadal.core.errors import ConfigError
     from hadal.gateway.desk.keys import names_in
@@ -176,18 +187,18 @@ def forget(
     from hadal.runtime.ledger.address import file_of
 
     if file.exists() and name in names_in(file):
-        raise ConfigError(f"{name} has a key. Take it back first: hadal keys revoke {name}.")
+        raise ConfigError(f"{name} has a key. Revoke it first: hadal keys revoke {name}.")
     url = batches_url(store, ledger, port)
     path = file_of(url) if url else None
     if not url or (path is not None and not path.exists()):
         raise ConfigError(
-            f"no batches are kept at {path or 'any place'}; name theirs with --batches, --ledger or"
-            " --port."
+            f"there is no store of batches at {path or 'the default place'}; name it with"
+            " --batches, --ledger or --port."
         )
     batches = BatchStore(url)
     num_files, num_batches, num_left = batches.forget_tenant(name)
     batches.close()
     typer.echo(f"{num_files} files and {num_batches} batches of {name} are deleted.")
     if num_left:
-        typer.echo(f"{num_left} batches have not ended. Run this once more when they have.")
+        typer.echo(f"{num_left} batches have not ended. Run this again when they have.")
         sys.exit(1)

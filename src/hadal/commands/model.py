@@ -15,13 +15,17 @@ from hadal.commands.examples import examples
 
 EXIT_NOT_SERVED = 1
 EPILOG = examples(
-    ("hadal model", "the model that ships with Hadal"),
-    ("hadal model ~/models/Moonlight-16B-A3B-Instruct", "a Hugging Face folder"),
-    ("hadal model configs/deepseek_v3", "a config.json is enough; weights are then not looked at"),
-    ("hadal model FOLDER --memory-gb 512", "what would fit in another machine"),
+    ("hadal model", "describe the model that ships with Hadal"),
+    (
+        "hadal model ~/models/Moonlight-16B-A3B-Instruct",
+        "describe a model in a Hugging Face folder",
+    ),
+    ("hadal model configs/deepseek_v3", "a config.json is enough; weights are not checked then"),
+    ("hadal model FOLDER --memory-gb 512", "show what would fit into another machine"),
     after=(
-        "Weights on a CPU stay as they are stored, once for all ranks of a host. More of a deployment says"
-        " `hadal serve --config FILE --model FOLDER --dry-run`."
+        "On a CPU, all ranks of a host share one copy of the weights, in their stored"
+        " type. For details of a deployment: `hadal serve --config FILE --model FOLDER"
+        " --dry-run`."
     ),
 )
 
@@ -37,17 +41,21 @@ def model(
     memory_gb: Annotated[
         float | None,
         typer.Option(
-            help="Memory to fit it in, 10^9 bytes. [dim]what is free here[/dim]", min=0.001, max=1e6
+            help="Memory for the model, in 10^9 bytes. [dim]the free memory of this machine[/dim]",
+            min=0.001,
+            max=1e6,
         ),
     ] = None,
     accept_config: Annotated[
         list[str] | None,
-        typer.Option(help="As `hadal serve` has it.", metavar="KEY", show_default=False),
+        typer.Option(
+            help="The same option as of `hadal serve`.", metavar="KEY", show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
-    """Say what a model's folder holds: which model, parameters, bytes, KV of a token, chat template,
-    and which deployment would serve it. The exit code is 0 if `hadal serve` would start.
+    """Describe the model in a folder: its parameters, bytes, KV per token and chat template, and the
+    deployments that could serve it. The exit code is 0 if `hadal serve` would start.
     """
     from hadal.commands.model_rows import as_json as values_of
     from hadal.commands.model_rows import read_folder, sections

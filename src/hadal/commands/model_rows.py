@@ -128,15 +128,18 @@ def _model_rows(found: FolderReport) -> Iterator[Row]:
     dense, modules = config.first_k_dense_replace, config.num_nextn_predict_layers
     shape = f"{config.num_hidden_layers} of width {config.hidden_size}"
     yield "layers", f"{shape}, the first {dense} dense; MTP layers: {modules}"
-    routed = f"{config.n_routed_experts}, {config.num_experts_per_tok} of them a token"
+    routed = f"{config.n_routed_experts}, {config.num_experts_per_tok} of them per token"
     yield "experts", f"{routed}, and {config.n_shared_experts} shared; groups: {config.n_group}"
     if config.index_topk is not None:
         heads = f"{config.index_n_heads} heads of width {config.index_head_dim}"
         yield "indexer", f"{heads}: a token attends to {config.index_topk} positions at most"
     total, active = count_parameters(config)
-    yield "parameters", f"{millions(total)}, {millions(active)} of them for a token (without MTP)"
+    yield (
+        "parameters",
+        (f"{millions(total)}, {millions(active)} of them active per token (without MTP)"),
+    )
     if stored is None:
-        yield "weights", "none here: config.json alone"
+        yield "weights", "none: the folder has only config.json"
     else:
         kinds = sorted(stored.dtype_to_bytes.items(), key=lambda entry: -entry[1])
         parts = ", ".join(
@@ -148,20 +151,20 @@ def _model_rows(found: FolderReport) -> Iterator[Row]:
         yield "weights", f"{gb(stored.num_bytes)} in {stored.num_files} {files}: {parts}"
     per_token = kv_bytes_per_token(config, Precision())
     context = config.max_position_embeddings
-    whole = f"{gb(per_token * context)} for a whole context of {context}"
-    yield "KV", f"{per_token / 1e3:.1f} kB a token (FP32), {whole}"
+    whole = f"{gb(per_token * context)} for a full context of {context} tokens"
+    yield "KV", f"{per_token / 1e3:.1f} kB per token (FP32), {whole}"
     names = [name for name in TOKENIZERS if (found.folder / name).is_file()]
-    yield "tokenizer", names[0] if names else "none here; `hadal serve` needs one"
+    yield "tokenizer", names[0] if names else "none; `hadal serve` needs one"
 
 
 def _text_rows(found: FolderReport) -> Iterator[Row]:
     if (text := found.text) is not None:
-        yield "context", f"{text.context_tokens} tokens of a prompt and its reply"
-        yield "chat template", text.template or "none; texts are completed"
-        yield "tools", f"calls in the form of {text.tools}" if text.tools else "none are called"
+        yield "context", f"{text.context_tokens} tokens, prompt and reply together"
+        yield "chat template", text.template or "none; only text completion"
+        yield "tools", f"calls in the format of {text.tools}" if text.tools else "no"
         yield "thinking", "yes" if text.thinks else "no"
     if found.unknown_keys:
-        yield "unknown keys", f"{', '.join(found.unknown_keys)}; Hadal passes them over"
+        yield "unknown keys", f"{', '.join(found.unknown_keys)}; ignored"
 
 
 def as_json(found: FolderReport) -> dict[str, Any]:

@@ -80,23 +80,22 @@ def loads_of(value: Any) -> Floats:
         loads = np.asarray(value, np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            "the loads are not a matrix: give one row per layer, all equally long, of numbers of"
-            " tokens."
+            "the loads are not a matrix: give one row of token counts per layer, all rows"
+            " equally long."
         ) from error
     if loads.ndim not in (2, 3) or not loads.size:
         raise ValueError(
-            f"the loads are {list(loads.shape)} in shape; give [layers, experts], or [steps,"
+            f"the loads have shape {list(loads.shape)}; give [layers, experts] or [steps,"
             " layers, experts]."
         )
     wrong = np.argwhere(~np.isfinite(loads) | (loads < 0))
     if len(wrong):
         at = tuple(wrong[0].tolist())
-        raise ValueError(f"the loads are tokens, 0 or more; at {list(at)} stands {loads[at]:g}.")
-    if loads.max() > MOST_TOKENS:
         raise ValueError(
-            f"the loads are numbers of tokens; {loads.max():g} of one expert are too many to"
-            " add up."
+            f"the load at {list(at)} is {loads[at]:g}; loads are numbers of tokens, 0 or more."
         )
+    if loads.max() > MOST_TOKENS:
+        raise ValueError(f"the load of one expert is {loads.max():g} tokens, too many to add up.")
     return loads
 
 
@@ -109,7 +108,9 @@ def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_expert_slots: 
     """
     if num_ranks > 1 and num_expert_slots >= loads.shape[-1]:
         if num_expert_slots % num_ranks:
-            raise ValueError(f"{num_expert_slots} slots do not divide evenly by {num_ranks} ranks.")
+            raise ValueError(
+                f"{num_expert_slots} slots do not divide evenly among {num_ranks} ranks."
+            )
         num_expert_slots //= num_ranks
     return Cluster.even(num_ranks, num_nodes, num_expert_slots)
 
@@ -125,17 +126,15 @@ def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
         slots = np.asarray(rows, np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            "the current placement is no matrix; give what --json printed, or its rows."
+            "the current placement is not a matrix; give the output of --json, or its rows."
         ) from error
     if slots.ndim != 2 or not slots.size or len(slots) != num_layers or slots.shape[1] % num_ranks:
         raise ValueError(
-            f"the current placement is {list(slots.shape)} in shape; give {num_layers} layers of"
-            f" slots, as many for each of {num_ranks} ranks."
+            f"the current placement has shape {list(slots.shape)}; give {num_layers}"
+            f" layers of slots, equally many for each of {num_ranks} ranks."
         )
     if not ((slots >= EMPTY) & (slots < num_experts) & (slots == np.floor(slots))).all():
-        raise ValueError(
-            f"the current placement names experts that are not 0 to {num_experts - 1}."
-        )
+        raise ValueError(f"the current placement has experts outside 0 to {num_experts - 1}.")
     return Placement(num_experts, slots.reshape(num_layers, num_ranks, -1).astype(np.int16))
 
 
@@ -171,10 +170,10 @@ def split_of(value: Any, placement: Placement) -> Floats | None:
         split = np.asarray(rows, np.float64).reshape(shape)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"the current split is no matrix of {shape[0]} x {shape[1] * shape[2]} fractions."
+            f"the current split is not a matrix of {shape[0]} x {shape[1] * shape[2]} fractions."
         ) from error
     if not ((split >= 0) & (split <= 1)).all():
-        raise ValueError("the current split has values that are no fractions, 0 to 1.")
+        raise ValueError("the current split has values outside 0 to 1.")
     return np.asarray(split)
 
 
@@ -214,7 +213,8 @@ def bars(
     lines += [f"tokens by rank, layer {worst_layer}", *_rank_rows(label_to_row, num_chars)]
     if before is None:
         moves = (
-            "Made from nothing; with today's placement as --current it says how many replicas move."
+            "Planned without a current placement; with --current it shows the number of"
+            " replica moves."
         )
     else:
         moves = (
@@ -246,7 +246,7 @@ def _rank_rows(label_to_row: dict[str, Floats], num_chars: int) -> list[str]:
             )
     for label, row in label_to_row.items():
         mean = row.mean()
-        times = f", {row.max() / mean:.2f} x the mean" if mean > 0 else ""
+        times = f", {row.max() / mean:.2f}x the mean" if mean > 0 else ""
         lines.append(f"  {label:6} {_tokens(row.min())} to {_tokens(row.max())} tokens{times}")
     return lines
 

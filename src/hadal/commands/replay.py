@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT = 1
 EPILOG = examples(
-    ("HADAL_RECORD=run1 hadal serve", "record; send it requests, then end it with Ctrl-C"),
-    ("hadal replay run1", "decide it all again"),
-    ("hadal replay run1 --json", "the same for programs"),
+    ("HADAL_RECORD=run1 hadal serve", "record a run: send requests, then end it with Ctrl-C"),
+    ("hadal replay run1", "make all its decisions again and compare them"),
+    ("hadal replay run1 --json", "print the report as JSON"),
     after=(
-        "It leaves with 1 if a decision differs, and says which was the first. A recording holds"
+        "Exit code: 1 if a decision differs; the first one is shown. A recording contains"
         " prompts and answers."
     ),
 )
@@ -32,7 +32,10 @@ EPILOG = examples(
 
 def replay(
     folder: Annotated[
-        Path, typer.Argument(help="Folder that HADAL_RECORD named when the server ran.")
+        Path,
+        typer.Argument(
+            help="Folder of the recording: the value of HADAL_RECORD when the server ran."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:

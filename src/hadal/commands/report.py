@@ -38,7 +38,7 @@ def run(
     `has_uses`: report by tenant, with each tenant's share of the GPUs' time.
     """
     if has_uses and by not in (HOUR, TENANT):
-        raise ConfigError(f"--tenant is by tenant, not by {by!r}; leave one out.")
+        raise ConfigError(f"--tenant groups by tenant, but --by is {by!r}; leave one of them out.")
     by = TENANT if has_uses else by
     now_s = time.time() if now_s is None else now_s
     offset_s = 0 if is_utc else time.localtime(now_s).tm_gmtoff // BUCKET_S * BUCKET_S
@@ -47,7 +47,7 @@ def run(
     model_prices = ModelPrices(price_list(prices)) if prices else None
     url = ledger_url(ledger)
     if not url:
-        raise LedgerError("the ledger is off. Say which one with --ledger, or unset HADAL_LEDGER.")
+        raise LedgerError("the ledger is off. Name one with --ledger, or unset HADAL_LEDGER.")
     window = read(url, from_us, to_us, by, offset_s, has_spans=has_uses)
     tally = window.tally.priced(model_prices) if model_prices else window.tally
     made = report(
@@ -64,7 +64,7 @@ def run(
         typer.echo(json.dumps(made.as_json(), indent=2))
         return
     console = Console()
-    console.print(render(made, f"What was served in the last {last}"))
+    console.print(render(made, f"Served in the last {last}"))
     if not made.total.counts.num_requests:
         console.print(_why_empty(window, offset_s))
     console.print(f"[dim]Ledger: {escape(shown(url))}[/dim]", highlight=False)
@@ -81,7 +81,8 @@ def read(
         return store.read(from_us, to_us, by=by, utc_offset_s=utc_offset_s, has_spans=has_spans)
     except LedgerError as error:
         raise LedgerError(
-            f"{error} `hadal serve` writes one with its first request; --ledger says where it is."
+            f"{error} `hadal serve` creates one with its first request; to read another,"
+            " use --ledger."
             if "there is no ledger" in str(error) or "holds no ledger" in str(error)
             else str(error)
         ) from None
@@ -93,19 +94,17 @@ def seconds_of(text: str) -> int:
     """Return the seconds of "90m", "24h", "7d", "2w" or a number of hours. Raises ValueError."""
     found = re.fullmatch(r"([0-9]{1,6})\s*([mhdw]?)", text.strip().lower())
     if not found or not int(found[1]):
-        raise ValueError(f"--last is {text!r}; say it as 90m, 24h, 7d or 2w.")
+        raise ValueError(f"--last is {text!r}; write it as 90m, 24h, 7d or 2w.")
     seconds = int(found[1]) * _UNITS_S[found[2] or "h"]
     if seconds > _MAX_S:
-        raise ValueError(
-            f"--last is {text!r}; a report goes back {_MAX_S // _UNITS_S['d']}d at most."
-        )
+        raise ValueError(f"--last is {text!r}; use at most {_MAX_S // _UNITS_S['d']}d.")
     return seconds
 
 
 def _why_empty(window: LedgerWindow, offset_s: int) -> str:
     if window.last_completed_us is None:
-        return "No request has ended yet. Ask the server something, for example with `hadal chat`."
+        return "No request has ended yet. Send one, for example with `hadal chat`."
     return (
-        "No request ended in this time; the last one did at"
-        f" {iso(window.last_completed_us, offset_s)}. See --last."
+        "No request ended in this period; the last one ended at"
+        f" {iso(window.last_completed_us, offset_s)}. Choose a longer period with --last."
     )

@@ -46,24 +46,24 @@ def _notes(report: Report, lines: list[Line]) -> list[str]:
         notes.append(f"{num_left_out} hours without nodes and requests are left out.")
     if report.by == TENANT and report.total.use is not None:
         notes.append(
-            "Used: GPU time while a tenant's requests were there, shared with others' by the speed"
-            " of each. Idle: its part of what nobody used. Cost: of both."
+            "Used: GPU time during a tenant's requests; concurrent requests share it by"
+            " their speeds. Idle: the tenant's share of unused GPU time. Cost: of used"
+            " and idle time together."
         )
     elif report.by == TENANT:
         notes.append(
-            "Nodes and cost are in the total only, as a node works for several tenants at once;"
-            " --tenant says whose time it was."
+            "Nodes and cost are in the total only, because a node serves several tenants"
+            " at once; --tenant divides its time among them."
         )
     elif any(not line.nodes.role_to_node_us for line in lines):
         notes.append(
-            f"{NOTHING} under nodes: none of its own in this time; nodes for several models are"
-            f" {SHARED}."
+            f"{NOTHING} under nodes: no nodes of its own in this period; nodes for several"
+            f" models are under {SHARED}."
         )
     requests = [line for line in (report.total, *lines) if line.counts.num_requests]
     if any(None in (line.hit_percent, line.tokens_per_s_user) for line in requests):
         notes.append(
-            f"{NOTHING} under other heads: no prompt was answered, or no second token came, to take"
-            " it of."
+            f"{NOTHING} in other columns: no prompt was answered, or no answer had a second token."
         )
     return notes
 
@@ -108,12 +108,12 @@ def _total(line: Line) -> Table:
         (
             "prefill tokens/s per node",
             _number(line.prefill_tokens_per_s_node),
-            "from the cache included",
+            "cached tokens included",
         ),
         ("decode tokens/s per node", _number(line.decode_tokens_per_s_node), ""),
         ("cost", dollars(line.cost_micro_usd), ""),
         ("income", dollars(line.income_micro_usd), ""),
-        ("margin", _percent(line.margin_percent, 0), "income less cost, over cost"),
+        ("margin", _percent(line.margin_percent, 0), "(income - cost) / cost"),
     ):
         table.add_row(name, value, note)
     return table
@@ -160,7 +160,7 @@ def _uses(report: Report, lines: list[Line]) -> Table:
     """Return the table of GPU time per tenant."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column(report.by, no_wrap=True)
-    for name in ("GPU-hours used", "of all used", "GPU-hours idle", "cost", "income"):
+    for name in ("GPU-hours used", "share used", "GPU-hours idle", "cost", "income"):
         table.add_column(name, justify="right", no_wrap=True)
     used_us = report.total.use.used_rank_us if report.total.use is not None else 0.0
     for line in (*lines, report.total):

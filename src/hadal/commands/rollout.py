@@ -50,7 +50,8 @@ def roll_out(run_folder: Path | None, model: str, *, is_waited: bool) -> int:
     begun = _begun(found, before)
     console = Console(stderr=True)
     console.print(
-        f"Replacing {begun.num_units} units, one after the other, by ones that serve {begun.model}."
+        f"Replacing {begun.num_units} units, one after the other, with units that serve"
+        f" {begun.model}."
     )
     if not is_waited:
         return 0
@@ -66,8 +67,9 @@ def roll_out(run_folder: Path | None, model: str, *, is_waited: bool) -> int:
     for reason in wrong(newest) if newest is not None else ():
         console.print(reason, markup=False)
     console.print(
-        "What was started anew does not come up (`hadal logs` says why): no other unit is replaced"
-        " until it does. Put it right, or go back: hadal rollout --model FOLDER."
+        "A new unit does not become ready (for the reason: `hadal logs`). No other unit"
+        " is replaced until it does. Fix the cause, or go back: hadal rollout --model"
+        " FOLDER."
     )
     return EXIT_STOPPED
 
@@ -81,13 +83,13 @@ def _message(folder: Path, model: str) -> Rollout:
     for name in _OF_THE_GATEWAY:
         if _bytes_of(old / name) != _bytes_of(new / name):
             raise ConfigError(
-                f"{new / name}: differs from that of {old}. A rollout changes weights alone; serve a"
-                " model of another tokenizer or template beside this one."
+                f"{new / name} differs from that of {old}. A rollout changes only weights;"
+                " serve a model with another tokenizer or template separately."
             )
     if (before.config, before.precision) != (after.config, after.precision):
         raise ConfigError(
-            f"{new}: its config.json or the type of its weights differs from that of {old}. A"
-            " rollout changes weights alone; serve it beside this one."
+            f"{new}: its config.json or the type of its weights differs from that of"
+            f" {old}. A rollout changes only weights; serve this model separately."
         )
     after = with_digests(after)
     return Rollout(str(new), after.model_digest, after.fingerprint)
@@ -114,8 +116,8 @@ def _begun(found: Found, before: int) -> RolloutStatus:
             return status.rollout
         time.sleep(_LOOK_S)
     raise ConfigError(
-        f"{found.status.url} did not begin within {_HEARD_S:g} s: it is ending, or it is an older"
-        " version that knows no rollout."
+        f"{found.status.url} did not begin the rollout within {_HEARD_S:g} s: the server"
+        " is ending, or its version is too old for rollouts."
     )
 
 
@@ -128,7 +130,7 @@ def _statuses(folder: Path, number: int) -> Iterator[RolloutStatus]:
         if status is None or status.rollout is None:
             raise ConfigError("the server has ended.")
         if status.rollout.number != number:
-            raise ConfigError("another rollout has begun, which replaces this one's units, too.")
+            raise ConfigError("another rollout has begun; it also replaces the units of this one.")
         yield status.rollout
         if not status.rollout.num_left:
             return

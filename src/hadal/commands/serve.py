@@ -19,40 +19,47 @@ from hadal.core.errors import EXIT_CONFIG, ConfigError
 
 _Tables = dict[str, dict[str, Any]]
 EPILOG = examples(
-    ("hadal serve", "the model that ships with Hadal, on port 8000"),
+    ("hadal serve", "serve the model that ships with Hadal, on port 8000"),
     (
         "hadal serve --model ~/models/my-v3 --port 9000",
-        "any DeepSeek-V3 checkpoint in a Hugging Face folder",
+        "serve any DeepSeek-V3 checkpoint in a Hugging Face folder",
     ),
     (
         "hadal serve --config configs/laptop.toml",
-        "everything that can be set, with what it means",
+        "use a deployment file; this one lists and explains every setting",
     ),
     (
         "hadal serve --config FILE --dry-run",
-        "what would run where, in how much memory; starts nothing",
+        "print the processes, their places and memory, without starting anything",
     ),
-    ("hadal serve --cache-folder ~/kv --cache-mb 20000", "keep KV on disk, over restarts"),
-    ("hadal serve --drafts auto", "check drafts of the model's MTP module where that pays"),
-    ("hadal serve --gateways 2", "two processes take requests, on one port"),
+    ("hadal serve --cache-folder ~/kv --cache-mb 20000", "keep KV on disk across restarts"),
+    (
+        "hadal serve --drafts auto",
+        "speculative decoding with the model's MTP module, where it is faster",
+    ),
+    ("hadal serve --gateways 2", "two gateway processes on one port"),
     (
         "hadal serve --host 0.0.0.0 --api-keys-file keys.txt",
-        "for others, who must send one of the keys",
+        "serve a network; clients must send one of the keys",
     ),
-    after="Ctrl-C lets running streams finish; a second one ends them.",
+    after="Ctrl-C waits for running streams to finish; a second Ctrl-C ends them.",
 )
 
 
 def serve(
     model: Annotated[
-        str | None, typer.Option(help="Hugging Face folder of the model. Or HADAL_MODEL.")
+        str | None,
+        typer.Option(
+            help="Hugging Face folder of the model. [dim]HADAL_MODEL,"
+            " else the model that ships with Hadal[/dim]"
+        ),
     ] = None,
     accept_config: Annotated[
         list[str] | None,
         typer.Option(
             help=(
-                "Key of the model's JSON files to pass over although Hadal does not know it, as a"
-                " refusal names it: rope_parameters.KEY. May be given more than once."
+                "Unknown key of the model's JSON files to ignore, written as in the error"
+                " message: rope_parameters.KEY. May be given more than once."
             ),
             metavar="KEY",
         ),
@@ -60,22 +67,24 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="Deployment file (TOML), or one that ships: laptop_ep. Options override it."
+            help="Deployment file (TOML), or the name of one that ships with Hadal:"
+            " laptop_ep. Options override it."
         ),
     ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address; 0.0.0.0 for all of them. [dim]127.0.0.1[/dim]")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port; 0 takes a free one. [dim]8000[/dim]")
+        int | None, typer.Option(help="Port; 0 chooses a free one. [dim]8000[/dim]")
     ] = None,
     model_name: Annotated[
-        str | None, typer.Option(help="Name in the API. [dim]the folder's[/dim]")
+        str | None, typer.Option(help="Name of the model in the API. [dim]the folder's name[/dim]")
     ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="A key that is let in, for a trial: all users of this machine see it in `ps`."
+            help="API key to accept. For trials only: other users of this machine can read it"
+            " in the process list."
         ),
     ] = None,
     api_keys_file: Annotated[
@@ -84,9 +93,10 @@ def serve(
             envvar=FILE_VARIABLE,
             show_envvar=False,
             help=(
-                "File with the keys that are let in, one a line, yours alone (chmod 600); followed"
-                " while it runs. `hadal keys` writes one. Behind a key its rights: "
-                "'priority' (to go ahead of others), 'operator' (/audit, /trace)."
+                "File of accepted API keys, one per line, readable by you alone (chmod"
+                " 600). Changes apply while the server runs. `hadal keys` writes it."
+                " Rights follow a key: 'priority' (priority requests), 'operator'"
+                " (/audit, /trace)."
             ),
         ),
     ] = None,
@@ -95,8 +105,8 @@ def serve(
         typer.Option(
             "--open-to-network",
             help=(
-                "Serve a network without keys: who reaches the address may ask the model, read files"
-                " and batches, and operate the server."
+                "Serve a network without keys: everyone who reaches the address may use"
+                " the model, read files and batches, and operate the server."
             ),
         ),
     ] = False,
@@ -104,8 +114,8 @@ def serve(
         Path | None,
         typer.Option(
             help=(
-                "File with what processes prove themselves by (chmod 600). [dim]drawn at"
-                " start[/dim]"
+                "File with the secret by which processes authenticate to each other"
+                " (chmod 600). [dim]random at start[/dim]"
             )
         ),
     ] = None,
@@ -113,53 +123,64 @@ def serve(
         str | None,
         typer.Option(
             help=(
-                "Where units run: local, this host; ray, or ray:ADDRESS, the nodes of a Ray cluster"
-                " that this host is one of. [dim]local[/dim]"
+                "Hosts of the units: local (this host), or ray or ray:ADDRESS (nodes of a"
+                " Ray cluster that includes this host). [dim]local[/dim]"
             )
         ),
     ] = None,
     gateways: Annotated[
         int | None,
-        typer.Option(help="Processes that take requests, on one port. [dim]1[/dim]", min=1, max=64),
+        typer.Option(
+            help="Number of gateway processes, all on one port. [dim]1[/dim]", min=1, max=64
+        ),
     ] = None,
     console_port: Annotated[
         int | None,
-        typer.Option(help="Port of the pages, chat and console. [dim]8001[/dim]", min=0, max=65535),
+        typer.Option(
+            help="Port of the pages (chat and console). [dim]8001[/dim]", min=0, max=65535
+        ),
     ] = None,
-    no_console: Annotated[bool, typer.Option("--no-console", help="No pages.")] = False,
+    no_console: Annotated[bool, typer.Option("--no-console", help="Serve no pages.")] = False,
     drafts: Annotated[
         str | None,
         typer.Option(
             help=(
-                "Tokens that the model's MTP module drafts a pass: 0 to 3, or auto, up to 2, as many"
-                " as pay."
-                " No draft changes a token. [dim]0[/dim]"
+                "Speculative tokens that the model's MTP module drafts per decode step: 0"
+                " to 3, or auto (up to 2, while it is faster). Output tokens stay the"
+                " same. [dim]0[/dim]"
             )
         ),
     ] = None,
     cache_folder: Annotated[
-        str | None, typer.Option(help="Folder for KV on disk; '' for none. [dim]none[/dim]")
+        str | None,
+        typer.Option(help="Folder for the KV cache on disk; '' for none. [dim]none[/dim]"),
     ] = None,
     cache_mb: Annotated[
-        int | None, typer.Option(help="Most that is kept there. [dim]4096[/dim]", min=1)
+        int | None,
+        typer.Option(help="Largest size of the cache folder, MB. [dim]4096[/dim]", min=1),
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        str, typer.Option(help="Log level: debug, info, warning or error.")
+    ] = "info",
     log_format: Annotated[
-        str, typer.Option(help="text, or json: an object a line, for programs.")
+        str, typer.Option(help="Log format: text, or json (one object per line, for programs).")
     ] = "text",
     log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for a log file per process, instead of stderr.")
+        Path | None, typer.Option(help="Folder for log files, one per process, instead of stderr.")
     ] = None,
     run_folder: Annotated[
         Path | None,
         typer.Option(help="Folder for sockets and status.json. [dim]a temporary one[/dim]"),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No banner, warnings only.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print no banner and only warnings.")
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Print topology, memory and expert map; start nothing. No weights needed.",
+            help="Print topology, memory and expert map without starting anything. Needs no"
+            " weights.",
         ),
     ] = False,
 ) -> None:
@@ -294,9 +315,10 @@ def _keys_for(
     keys = _api_keys(given, path)
     if not keys and not is_open and not is_near(deployment.host):
         raise ConfigError(
-            f"host is {deployment.host}, and there are no API keys: who reaches it could ask the model,"
-            " read files and batches, and operate the server. Make keys with `hadal keys add NAME` and"
-            " serve with --api-keys-file keys.txt; --open-to-network serves without."
+            f"host is {deployment.host}, and there are no API keys: everyone who reaches"
+            " this address could use the model, read files and batches, and operate the"
+            " server. Make keys with `hadal keys add NAME` and serve with --api-keys-file"
+            " keys.txt. To serve without keys: --open-to-network."
         )
     return keys
 
@@ -306,7 +328,7 @@ def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
 
     if any(not key.strip() for key in given):
         raise ConfigError(
-            "--api-key is empty; give a key, or leave the option out to serve without keys."
+            "--api-key is empty; give a key, or omit the option to serve without keys."
         )
     keys = [*given, *filter(str.strip, os.environ.get("HADAL_API_KEYS", "").split(","))]
     for key in keys:
@@ -314,7 +336,7 @@ def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
     if path is not None:
         in_file = read_lines(path)
         if not in_file:
-            raise ConfigError(f"{path}: there is no key in it. Write one a line.")
+            raise ConfigError(f"{path} has no keys. Write one key per line.")
         keys_of(keys, path, in_file)
         keys += in_file
     return tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))

@@ -11,74 +11,83 @@ from hadal.commands.examples import examples
 
 SIMULATE_PRESET = "deepseek-day"
 EPILOG = examples(
-    ("hadal simulate", "the day that DeepSeek published, into the folder hadal-day"),
+    (
+        "hadal simulate",
+        "simulate the day that DeepSeek published; write results to the folder hadal-day",
+    ),
     (
         "hadal simulate --hardware h200 --gpu-hour-usd 2.5 --out h200",
         "the same day on other GPUs",
     ),
     (
         "hadal simulate --no-windows --no-what-ifs",
-        "in a minute: the fleet as a fluid, no request by itself",
+        "takes a minute: a fluid model of the fleet, without single requests",
     ),
     (
         "hadal simulate --hours 14,22 --window 30",
-        "half a minute of two hours (Beijing), request by request",
+        "simulate single requests for 30 s in each of two hours (Beijing time)",
     ),
     (
         "hadal simulate --print-config > day.toml; hadal simulate --config day.toml",
-        "anything else",
+        "change any other setting",
     ),
     after=(
-        "DIR/report.html shows it, DIR/result.json holds it, DIR/step.trace.json is a step for"
-        " ui.perfetto.dev."
+        "Results: DIR/report.html for a browser, DIR/result.json, and DIR/step.trace.json"
+        " (one step, for ui.perfetto.dev)."
     ),
 )
 
 
 def simulate(
     preset: Annotated[
-        str, typer.Option(help="What to begin with: deepseek-day.")
+        str, typer.Option(help="Preset to start from: deepseek-day.")
     ] = SIMULATE_PRESET,
     config: Annotated[
         Path | None,
-        typer.Option(help="TOML file of what is different; --print-config shows all of it."),
+        typer.Option(
+            help="TOML file with settings that override the preset; --print-config prints them all."
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for result.json, report.html and step.trace.json.")
     ] = Path("hadal-day"),
     window: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds of every hour in which every request is one. [dim]4[/dim]", min=0.5
-        ),
+        typer.Option(help="Seconds per hour simulated request by request. [dim]4[/dim]", min=0.5),
     ] = None,
     hours: Annotated[
         str,
         typer.Option(
-            help="Hours in Beijing to look at like that, such as 0-5,14. [dim]all 24[/dim]"
+            help="Hours (Beijing time) that have such a window, such as 0-5,14. [dim]all 24[/dim]"
         ),
     ] = "",
-    no_windows: Annotated[bool, typer.Option("--no-windows", help="Look at none.")] = False,
+    no_windows: Annotated[
+        bool, typer.Option("--no-windows", help="Simulate no hour request by request.")
+    ] = False,
     no_what_ifs: Annotated[
-        bool, typer.Option("--no-what-ifs", help="Leave out the alternatives.")
+        bool, typer.Option("--no-what-ifs", help="Omit the what-if variants.")
     ] = False,
     hardware: Annotated[
-        str | None, typer.Option(help="h800, h20, h100, h200, b200 or gb200.")
+        str | None, typer.Option(help="GPU type: h800, h20, h100, h200, b200 or gb200.")
     ] = None,
     gpu_hour_usd: Annotated[
-        float | None, typer.Option(help="Rent of a GPU for an hour.", min=0)
+        float | None, typer.Option(help="Rent per GPU-hour, dollars.", min=0)
     ] = None,
     prices: Annotated[
-        str | None, typer.Option(help="A price list, or HIT/MISS/OUT dollars per million.")
+        str | None,
+        typer.Option(help="Name of a price list, or dollars per million tokens as HIT/MISS/OUT."),
     ] = None,
     cache_pb: Annotated[
-        float | None, typer.Option(help="Petabytes of the KV cache on disk; 0: none.", min=0)
+        float | None, typer.Option(help="Size of the KV cache on disk, petabytes; 0: none.", min=0)
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed makes the same day.", min=0, max=2**63 - 1)
+        int | None,
+        typer.Option(
+            help="Seed of the simulation; equal seeds give equal days.", min=0, max=2**63 - 1
+        ),
     ] = None,
     jobs: Annotated[
-        int, typer.Option(help="Processes at once; 0: as many as there are cores.", min=0, max=512)
+        int, typer.Option(help="Number of processes; 0: one per core.", min=0, max=512)
     ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print result.json instead of tables.")
@@ -86,11 +95,12 @@ def simulate(
     frames: Annotated[
         Path | None,
         typer.Option(
-            help="Write seconds of the peak, 278 nodes, for `hadal console --frames`, and leave."
+            help="Record some seconds of the peak hour (278 nodes) for `hadal console"
+            " --frames`, and exit."
         ),
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print all that can be set, as TOML, and leave.")
+        bool, typer.Option("--print-config", help="Print all settings as TOML, and exit.")
     ] = False,
 ) -> None:
     """Simulate a day of DeepSeek-V3/R1's fleet: nodes, speeds, cache, cost and income, hour by

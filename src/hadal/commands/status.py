@@ -69,8 +69,9 @@ def find(run_folder: Path | None) -> Found:
         raise ConfigError(f"{run_folder}: no `hadal serve` runs there.")
     if not running:
         raise ConfigError(
-            "no `hadal serve` of yours runs on this host with a run folder of its own. Name the"
-            " folder of one that was given another: --run-folder FOLDER."
+            "no `hadal serve` of this user runs on this host with a default run folder."
+            " If the server was started with --run-folder, give the same folder here:"
+            " --run-folder FOLDER."
         )
     if len(running) > 1:
         choices = " or ".join(f"--run-folder {folder}" for folder in running)
@@ -125,7 +126,7 @@ def show(found: Found, console: Console) -> None:
     console.print(
         f"[dim]run folder {escape(str(found.folder))}, supervisor pid {status.supervisor_pid}[/dim]"
     )
-    table = Table("unit", "nodes", "ready", "pids", "started again", "last end", box=None)
+    table = Table("unit", "nodes", "ready", "pids", "restarts", "last end", box=None)
     for unit, plans in units(found.plans).items():
         of_unit = {plan.name: status.processes[plan.name] for plan in plans}
         ends = [f"{name}: {one.last_end}" for name, one in of_unit.items() if one.last_end]
@@ -166,7 +167,7 @@ def units(plans: Sequence[ProcessPlan]) -> dict[str, list[ProcessPlan]]:
 
 def _ready(processes: Collection[ProcessStatus]) -> str:
     if all(process.phase == ProcessPhase.RESTING for process in processes):
-        return "rests"
+        return "resting"
     num_ready = sum(process.phase == ProcessPhase.READY for process in processes)
     return f"{num_ready} of {len(processes)}"
 

@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 EPILOG = examples(
     (
         "hadal step --phase decode --ep 144 --batch 88 --kv 4989 --hardware h800",
-        "DeepSeek's decode unit at its published mean context",
+        "price DeepSeek's decode unit at its published mean context",
     ),
     (
         (
             "hadal step --phase decode --ep 128 --batch 128 --kv 4096 \\\n"
             "    --mtp-tokens 1 --mtp-accept 0.74 --expert-imbalance 1"
         ),
-        "their published decode profile, whose routing was balanced by simulation",
+        "price their published decode profile, where routing was balanced artificially",
     ),
     (
         (
             "hadal step --phase prefill --ep 32 --tokens 16384 --prompt 4096 \\\n   "
             " --expert-imbalance 1"
         ),
-        "their published prefill profile",
+        "price their published prefill profile",
     ),
     (
         "hadal step --batch 88 --plan sequential --trace step.json",
-        "the same without overlap, for ui.perfetto.dev",
+        "a decode step without overlap, as a trace for ui.perfetto.dev",
     ),
     after=(
-        "What the curves were fitted to, and how far published systems are from this:"
+        "For the sources of the model and its errors against published systems:"
         " docs/calibration.md."
     ),
 )
@@ -51,12 +51,12 @@ _MAX_SIZE = 1e9
 
 
 def step(
-    phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
+    phase: Annotated[str, typer.Option(help="Phase: decode or prefill.")] = "decode",
     ep: Annotated[
-        int | None, typer.Option(help="Ranks of the unit. [dim]144, prefill 32[/dim]")
+        int | None, typer.Option(help="Number of ranks of the unit. [dim]144, prefill 32[/dim]")
     ] = None,
     batch: Annotated[
-        float | None, typer.Option(help="Decode: requests of a rank. [dim]88[/dim]", max=_MAX_SIZE)
+        float | None, typer.Option(help="Decode: requests per rank. [dim]88[/dim]", max=_MAX_SIZE)
     ] = None,
     kv: Annotated[
         float | None,
@@ -64,61 +64,68 @@ def step(
     ] = None,
     tokens: Annotated[
         float | None,
-        typer.Option(help="Prefill: tokens a rank computes. [dim]16384[/dim]", max=_MAX_SIZE),
+        typer.Option(help="Prefill: tokens computed per rank. [dim]16384[/dim]", max=_MAX_SIZE),
     ] = None,
     prompt: Annotated[
         float | None,
-        typer.Option(help="Prefill: tokens of a prompt. [dim]4096[/dim]", max=_MAX_SIZE),
+        typer.Option(help="Prefill: tokens per prompt. [dim]4096[/dim]", max=_MAX_SIZE),
     ] = None,
     cached: Annotated[
         float | None,
-        typer.Option(help="Prefill: of those, already in the cache. [dim]0[/dim]", max=_MAX_SIZE),
+        typer.Option(help="Prefill: cached tokens per prompt. [dim]0[/dim]", max=_MAX_SIZE),
     ] = None,
-    hardware: Annotated[str, typer.Option(help="h800, h20, h100, h200, b200 or gb200.")] = "h800",
+    hardware: Annotated[
+        str, typer.Option(help="GPU type: h800, h20, h100, h200, b200 or gb200.")
+    ] = "h800",
     mtp_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Decode: drafts a request verifies in a step. [dim]0[/dim]", min=0, max=16
+            help="Decode: speculative tokens per request and step. [dim]0[/dim]", min=0, max=16
         ),
     ] = None,
     mtp_accept: Annotated[
         float | None,
-        typer.Option(help="With drafts: share accepted, if all before were. [dim]0.8[/dim]"),
+        typer.Option(
+            help="With --mtp-tokens: chance that a speculative token is accepted if"
+            " all before it were. [dim]0.8[/dim]"
+        ),
     ] = None,
     plan: Annotated[
         str,
         typer.Option(
-            help="Schedule: sequential, prefill_dual, decode_five, or auto, the cheapest of them."
+            help="Schedule: sequential, prefill_dual, decode_five, or auto (the fastest of them)."
         ),
     ] = "auto",
     redundant: Annotated[
         int | None,
-        typer.Option(help="Expert replicas beyond one of each. [dim]32 where it divides[/dim]"),
+        typer.Option(
+            help="Redundant expert replicas, beyond one per expert. [dim]32 where it divides[/dim]"
+        ),
     ] = None,
     expert_imbalance: Annotated[
         float | None,
         typer.Option(
             help=(
-                "Rows of the busiest rank over the mean; 1 is balanced. [dim]expected of"
-                " chance[/dim]"
+                "Expert tokens of the busiest rank over the mean; 1 is balanced."
+                " [dim]expected with random routing[/dim]"
             )
         ),
     ] = None,
     attention_imbalance: Annotated[
-        float, typer.Option(help="Core attention of the busiest rank over the mean.")
+        float, typer.Option(help="Core attention time of the busiest rank over the mean.")
     ] = 1.0,
     experts_dtype: Annotated[
-        str, typer.Option(help="Weights of routed experts: fp8 or fp4.")
+        str, typer.Option(help="Type of the routed experts' weights: fp8 or fp4.")
     ] = "fp8",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: step_ms, stages and all the rest.")
+        bool, typer.Option("--json", help="Print the result as JSON: step_ms, stages and more.")
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="File for Perfetto or chrome://tracing.")
+        Path | None, typer.Option(help="Write a trace file for Perfetto or chrome://tracing.")
     ] = None,
 ) -> None:
-    """Price one step of a DeepSeek-V3/R1 unit from first principles: what takes how long, and what
-    is hidden.
+    """Price one step of a DeepSeek-V3/R1 unit from first principles: the time of each stage, and the
+    share of transfers hidden behind compute.
     """
     from hadal.lab.perf.hardware import hardware_named
     from hadal.lab.perf.step import MTP_ACCEPT, StepModel
@@ -169,15 +176,13 @@ def step(
 
 def _check_options(phase: str, own: dict[str, dict[str, float | None]]) -> None:
     if phase not in own:
-        raise ValueError(f"--phase is {phase!r}; decode or prefill.")
+        raise ValueError(f"--phase is {phase!r}; use decode or prefill.")
     for other, options in own.items():
         for name, value in options.items():
             if other != phase and value is not None:
-                raise ValueError(f"{name} is not for --phase {phase}.")
+                raise ValueError(f"{name} does not apply to --phase {phase}; omit it.")
     if own["decode"]["--mtp-accept"] is not None and not own["decode"]["--mtp-tokens"]:
-        raise ValueError(
-            "--mtp-accept is of drafts, and there are none: give --mtp-tokens as well."
-        )
+        raise ValueError("--mtp-accept needs speculative tokens: give --mtp-tokens as well.")
 
 
 def as_object(price: StepPrice, balanced: StepPrice) -> dict[str, Any]:
@@ -255,18 +260,21 @@ def _show(price: StepPrice, balanced: StepPrice, model: StepModel) -> None:
     table.add_row("all", "", "", "", "", f"{price.seconds * 1e3:.2f}", "100.0%")
     console.print(table)
     user = (
-        "" if price.tokens_per_s_user is None else f", {price.tokens_per_s_user:.1f} to each user"
+        ""
+        if price.tokens_per_s_user is None
+        else f", {price.tokens_per_s_user:.1f} tokens/s per user"
     )
     console.print(
-        f"[bold]{price.seconds * 1e3:.2f} ms a step: {price.tokens_per_s_gpu:,.0f} tokens/s a"
-        f" GPU{user}.[/bold] A micro-batch takes {price.micro_batch_layer_s * 1e6:.0f} us a layer;"
-        f" the busiest rank receives {price.micro_batches[0].expert_imbalance:.2f} times the mean"
-        " (--expert-imbalance)."
+        f"[bold]{price.seconds * 1e3:.2f} ms per step: {price.tokens_per_s_gpu:,.0f}"
+        f" tokens/s/GPU{user}.[/bold] A micro-batch takes"
+        f" {price.micro_batch_layer_s * 1e6:.0f} us per layer; the busiest rank receives"
+        f" {price.micro_batches[0].expert_imbalance:.2f}x the mean (--expert-imbalance)."
     )
     if balanced.seconds < price.seconds:
         console.print(
-            "Were routing balanced, as simulated in DeepSeek's profiles:"
-            f" {balanced.seconds * 1e3:.2f} ms, {balanced.tokens_per_s_gpu:,.0f} tokens/s a GPU."
+            "With balanced routing, as simulated in DeepSeek's profiles:"
+            f" {balanced.seconds * 1e3:.2f} ms, {balanced.tokens_per_s_gpu:,.0f}"
+            " tokens/s/GPU."
         )
     used = price.hbm_bytes / model.hardware.hbm_bytes
     note = "; [red]it does not fit[/red]" if used > 1.0 else ""

@@ -86,7 +86,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         return _refusal(
             ApiError(
                 404,
-                f"There is nothing at {path}; /openapi.json lists what is served.",
+                f"{path} does not exist; /openapi.json lists the endpoints.",
                 code="not_found",
             ),
             path,
@@ -99,9 +99,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         return _refusal(
             ApiError(
                 405,
-                f"{path} does not take {method}; it takes"
-                f" {(error.headers or {}).get('Allow', 'other methods')}. /openapi.json lists what is"
-                " served.",
+                f"{path} does not support {method}; send {(error.headers or {}).get('Allow', 'other methods')}."
+                " /openapi.json lists the endpoints.",
                 code="method_not_allowed",
                 headers=dict(error.headers or {}),
             ),

@@ -162,7 +162,7 @@ def _keys_source(environment: Mapping[str, str], link: FrontLink) -> _KeysSource
     try:
         keys = file.changed() or Keys()
     except ConfigError as error:
-        log.error("nobody is let in: %s", error)
+        log.error("no API keys are accepted: %s", error)
         keys = unknown
     return _KeysSource(keys, changed, file.page)
 
@@ -173,5 +173,5 @@ def open_ledger(url: str) -> LedgerWriter:
     """
     writer = LedgerWriter(Store(url), LedgerOutbox(outbox_of(url)))
     writer.start()
-    log.info("the ledger is %s", shown(url))
+    log.info("ledger opened: %s", shown(url))
     return writer

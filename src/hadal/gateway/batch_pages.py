@@ -118,7 +118,7 @@ class BatchPages:
                 return await page(request, tenant)
             except BatchesDown as error:
                 log.error("%s", error)
-                said = "Files and batches cannot be had now: their database is down. Try again."
+                said = "Files and batches are unavailable: their database is down. Try again later."
                 after_s = self._gateway.intake.patience.retry_after_s
                 raise overloaded(503, said, after_s, "no_batches") from error
 
@@ -149,18 +149,18 @@ class BatchPages:
                 within = Request(request.scope, self._within(request, tenant.name, upload))
                 form = await within.form(max_files=1, max_fields=8)
             except (MultiPartException, AssertionError, KeyError, ValueError) as error:
-                raise ApiError(
-                    400, f"The form cannot be read: {error}.", code="bad_form"
-                ) from error
+                raise ApiError(400, f"The form is invalid: {error}.", code="bad_form") from error
         try:
             file, purpose = form.get("file"), form.get("purpose")
             for other in form.keys() - {"file", "purpose"}:
                 said = f"{other[:100]} is not supported; leave it out."
                 raise ApiError(400, said, param=other[:100])
             if purpose != BATCH:
-                raise ApiError(400, f"purpose has to be {BATCH!r}.", param="purpose")
+                raise ApiError(400, f"purpose must be {BATCH!r}.", param="purpose")
             if not isinstance(file, UploadFile):
-                raise ApiError(400, "file is missing; send the form's file.", param="file")
+                raise ApiError(
+                    400, "The form has no file; send one in the field file.", param="file"
+                )
             name = re.sub(r"[^\x20-\x7e]|[/\\]", "_", file.filename or "")[:255] or "file"
             row = FileRow(f"file-{uuid.uuid4().hex}", tenant.name, BATCH, name, 0, self._unix_s())
             most, data = self._worker.config.max_tenant_mb << 20, _read_file(file.file)
@@ -188,7 +188,7 @@ class BatchPages:
                 await discard(request)
                 raise ApiError(
                     413,
-                    f"The file is larger than {config.max_file_mb} MiB; send several.",
+                    f"The file is larger than {config.max_file_mb} MiB; split it.",
                     code="file_too_large",
                     headers={"Connection": "close"},
                 )
@@ -200,8 +200,8 @@ class BatchPages:
         max_mb = self._worker.config.max_tenant_mb
         return ApiError(
             413,
-            f"Your files have {num_kept >> 20} MiB, and with those that you send now more than the"
-            f" {max_mb} MiB that you may have; delete some.",
+            f"Your stored files have {num_kept >> 20} MiB, and with this upload they exceed the limit of"
+            f" {max_mb} MiB; delete some.",
             code="files_too_large",
             headers={"Connection": "close"},
         )
@@ -253,13 +253,15 @@ class BatchPages:
             raise _missing("file", asked.input_file_id, "input_file_id")
         if file.purpose != BATCH:
             raise ApiError(
-                400, f"The file {file.id} is for {file.purpose!r}.", param="input_file_id"
+                400,
+                f"The file {file.id} has the purpose {file.purpose!r}; upload a file of requests.",
+                param="input_file_id",
             )
         open_batches = await self._worker.call(self._store.open_batches)
         if sum(one.tenant == tenant.name for one in open_batches) >= MAX_OPEN_BATCHES:
             raise ApiError(
                 429,
-                f"{MAX_OPEN_BATCHES} of your batches have not ended; wait for one.",
+                f"You have {MAX_OPEN_BATCHES} batches that have not ended, the maximum; wait until one ends.",
                 code="too_many_batches",
             )
         now_s = self._unix_s()
@@ -289,18 +291,18 @@ class BatchPages:
         if asked.endpoint not in BATCH_ENDPOINTS:
             raise ApiError(
                 400,
-                f"endpoint is {asked.endpoint[:100]!r}; {' and '.join(BATCH_ENDPOINTS)} can be asked.",
+                f"endpoint is {asked.endpoint[:100]!r}; supported: {' and '.join(BATCH_ENDPOINTS)}.",
                 param="endpoint",
             )
         if asked.completion_window != BATCH_WINDOW:
             raise ApiError(
-                400, f"completion_window has to be {BATCH_WINDOW!r}.", param="completion_window"
+                400, f"completion_window must be {BATCH_WINDOW!r}.", param="completion_window"
             )
         if bytes(asked.output_expires_after) != b"null":
             raise ApiError(
                 400,
-                f"output_expires_after: files are kept for {self._worker.config.keep_days} days;"
-                " leave it out.",
+                f"output_expires_after is not supported: files are kept for"
+                f" {self._worker.config.keep_days} days. Leave it out.",
                 param="output_expires_after",
             )
         check_metadata(asked.metadata or {})
@@ -370,7 +372,7 @@ class _Contents(StreamingResponse):
         except ClientGone:
             scope[SEEN].status = 499
         except BatchesDown as error:
-            log.error("a file's contents are cut off: %s", error)
+            log.error("the download of a file was cut off: %s", error)
 
 
 def _read_file(file: IO[bytes]) -> Iterator[bytes]:

@@ -132,7 +132,7 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
     async def get(request: Request) -> Response:
         if request.query_params.get("stream") not in (None, "false"):
             raise ApiError(
-                400, "stream: a kept response comes whole; leave it out.", param="stream"
+                400, "stream is not supported for a stored response; leave it out.", param="stream"
             )
         return Response((await found(request, "body")).body, media_type="application/json")
 
@@ -156,7 +156,7 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
         if kept is None:
             raise ApiError(
                 404,
-                f"The response {response_id[:80]!r} is not kept here for this API key.",
+                f"The response {response_id[:80]!r} is not stored for this API key.",
                 param="response_id",
                 code="response_not_found",
             )

@@ -139,8 +139,8 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
         loop.create_task(_kept(what, begin))
         for what, begin in (
             ("following the API keys", gateway.tenancy.follow),
-            ("reading what tenants spent", lambda: _read_spent(gateway, worker)),
-            ("writing down which units are up", lambda: _count_nodes(gateway)),
+            ("reading tenants' spending", lambda: _read_spent(gateway, worker)),
+            ("recording which units are up", lambda: _count_nodes(gateway)),
         )
     ]
     done, _ = await asyncio.wait((fronting, draining, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +181,7 @@ async def _kept(what: str, begin: Callable[[], Awaitable[None]]) -> None:
             await begin()
             return
         except Exception:
-            log.exception("%s failed; it begins again", what)
+            log.exception("%s failed; restarting it", what)
         await asyncio.sleep(_AGAIN_S)
 
 
@@ -234,7 +234,10 @@ async def _read_spent(gateway: Gateway, worker: BatchWorker | None) -> None:
                 was_said = False
             except (HadalError, OSError, sqlite3.Error) as error:
                 if not was_said:
-                    log.error("tenants with budgets wait, as the ledger cannot be read: %s", error)
+                    log.error(
+                        "requests of tenants with budgets are held, because the ledger cannot be read: %s",
+                        error,
+                    )
                 was_said = True
         await asyncio.sleep(_SPENT_S)
 
@@ -253,7 +256,7 @@ async def _drained(link: FrontLink, timeout_s: float) -> None:
     end_s = now() + timeout_s
     while (left_s := end_s - now()) > 0.0:
         if link.num_open:
-            log.info("ending: %d generations still run, and have %.0f s", link.num_open, left_s)
+            log.info("draining: %d generations still run; time left: %.0f s", link.num_open, left_s)
         if await link.wait_idle(min(left_s, _TELL_S)):
             return
     log.warning("%d generations did not end within %g s", link.num_open, timeout_s)
@@ -263,9 +266,9 @@ def main() -> int:
     """Run until drained or failed. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_epoch_arguments(parser)
-    parser.add_argument("--name", default=GATEWAY, help="this gateway's, at the supervisor")
+    parser.add_argument("--name", default=GATEWAY, help="this gateway's name at the supervisor")
     parser.add_argument(
-        HAS_SERVED, action="store_true", help="another gateway served before this one"
+        HAS_SERVED, action="store_true", help="set if a predecessor of this gateway has served"
     )
     arguments = parser.parse_args()
     run = enter_child(arguments.name, arguments.folder)

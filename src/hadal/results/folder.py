@@ -18,7 +18,7 @@ def check_folder(folder: Path) -> None:
             raise ValueError(f"--out {folder} cannot be written: {there} is not a folder.")
         # For root, permission bits do not matter; access() also detects a read-only file system.
         if not os.access(there, os.W_OK | os.X_OK):
-            raise ValueError(f"--out {folder} cannot be written: nothing can be made in {there}.")
+            raise ValueError(f"--out {folder} cannot be written: {there} is not writable.")
     except OSError as error:
         raise ValueError(
             f"--out {folder} cannot be written: {(error.strerror or '').lower()}."

@@ -254,18 +254,18 @@ class Agent:
                     try:
                         self._ordered(message)
                     except OSError as error:  # E.g. a full disk; orders are repeated.
-                        log.error("what was ordered could not be done: %s", error)
+                        log.error("the supervisor's orders could not be carried out: %s", error)
                 elif isinstance(message, Suspect):
                     self._see(message.process)
             if {signal.SIGTERM, signal.SIGINT} & set(read_signals(signals_fd)):
-                log.info("ending: told by a signal")
+                log.info("ending: received a signal")
                 self._is_over = True
             self._reap()
             self._speak(time.monotonic())
             lease_s = self._joining.run.deployment.cluster.lease_s
             if time.monotonic() - self._heard_s > lease_s:
                 log.error(
-                    "nothing was heard of the supervisor for %.0f s; this node ends what it runs",
+                    "no message from the supervisor for %.0f s; ending this node's processes",
                     lease_s,
                 )
                 return EXIT_LEASE
@@ -348,7 +348,7 @@ class Agent:
         """
         del self._running[name]
         if running.code is None:
-            log.warning("ending %s, which is not wanted here any more", name)
+            log.warning("ending %s: it is no longer wanted on this node", name)
             running.process.kill()
             self._ending[name] = running
 
@@ -463,7 +463,10 @@ def main() -> int:
         told = FileIO(0, closefd=False)
         joining = msgspec.json.decode(told.readline(), type=Joining)
     except msgspec.MsgspecError as error:
-        print(f"no joining of a node: {error}", file=sys.stderr)
+        print(
+            f"the standard input of this node's agent is not the record of a run: {error}",
+            file=sys.stderr,
+        )
         return EXIT_CONFIG
     start_log(f"node-{joining.node}", joining.run.log_level, joining.run.log_format)
     raise_descriptor_limit()

@@ -39,7 +39,7 @@ from hadal.runtime.topology import CONSOLE, ranges, rank_name, unit_and_rank
 
 log = logging.getLogger(__name__)
 
-OPEN_TO_ALL = "no API keys: whoever reaches it may ask it and operate it (--api-keys-file)"
+OPEN_TO_ALL = "no API keys: every client that reaches it may use and operate it (--api-keys-file)"
 
 
 class Banner:
@@ -79,9 +79,9 @@ class Banner:
             rows.append(("", OPEN_TO_ALL))
         elif not is_near(deployment.host):
             is_open = deployment.gateway.open_metrics
-            opened = "/health and /metrics are" if is_open else "/health is"
-            asks = "; gateway.open_metrics = false asks for one" if is_open else ""
-            rows.append(("", f"{opened} open to whoever reaches it, without a key{asks}"))
+            opened = "/health and /metrics need" if is_open else "/health needs"
+            asks = "; with gateway.open_metrics = false, /metrics needs one" if is_open else ""
+            rows.append(("", f"{opened} no API key{asks}"))
         return rows
 
     def _ledger(self) -> str:
@@ -94,11 +94,11 @@ class Banner:
             unit, rank = unit_and_rank(name)
             if process.phase == ProcessPhase.RESTING:
                 if rank is None:
-                    yield name, "rests until the fleet needs it"
+                    yield name, "starts when the fleet needs it"
                 continue
             if name == CONSOLE:
                 continue  # It starts when the others are ready; people need its address.
-            text = f"pid {process.pid}" if process.pid else "when its node is there"
+            text = f"pid {process.pid}" if process.pid else "starts when its node is found"
             if process.role in ROLES and rank is None:
                 units = units_of(deployment, process.role)
                 text += f", {plural(units.threads, 'thread')}"
@@ -107,7 +107,7 @@ class Banner:
                 text += f", up to {units.max_requests} requests"
                 if units.ranks > 1:
                     pids = [status.processes[rank_name(unit, r)].pid for r in range(units.ranks)]
-                    text += f" a rank; {units.ranks} ranks"
+                    text += f" per rank; {units.ranks} ranks"
                     text += f": pid {ranges(pids)}" if all(pids) else ""
             if rank is None:
                 yield name, text

@@ -43,7 +43,7 @@ def absolute_folder(folder: str) -> str:
         path
     ):  # Neither call raises if the folder is inaccessible.
         raise ConfigError(
-            f"cache.folder is {path}, which is no folder. Name one; it is made where it is missing."
+            f"cache.folder is {path}, which is not a folder. Name a folder; it is created if missing."
         )
     return str(path)
 
@@ -101,8 +101,8 @@ def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
     warnings = []
     if free_bytes < disk_bytes:
         warnings.append(
-            f"cache.disk_mb = {cache.disk_mb} is more than the {gb(free_bytes)} that {folder} has"
-            " room for."
+            f"cache.disk_mb = {cache.disk_mb} is more than the {gb(free_bytes)} that are free in"
+            f" {folder}."
         )
     if is_open:
         # Checksums detect damage, not intent; and without API keys cache names can be guessed.

@@ -60,7 +60,7 @@ def watch_matrices(
         try:
             why = first_not_finite(folder, names, lambda: time.sleep(PAUSE_S))
         except (CheckpointError, OSError) as error:  # The files changed; watch_model reports that.
-            return log.warning("the model's matrices were not looked at: %s", error)
+            return log.warning("the model's matrices were not checked: %s", error)
         if why:
             end(why)
         else:

@@ -120,7 +120,7 @@ class FleetExecutor:
         """Kill units past their deadline and wake the role if due. Call about twice a second."""
         for unit, kill_at_s in list(self._kill_at_s.items()):
             if now_s >= kill_at_s:
-                log.warning("%s does not end; it is killed", unit)
+                log.warning("%s did not stop in time; killing it", unit)
                 self._kill_at_s[unit] = math.inf
                 for child in self._unit_to_children[unit]:
                     child.signal(signal.SIGKILL)

@@ -148,7 +148,7 @@ class UnitHost:
         if self._runner is not None:
             self._runner.abort()  # Its peers may be gone already: do not wait for them.
         if self._compute and not self._compute.stop(_STOP_S):
-            log.warning("leaving in the middle of a step")
+            log.warning("this process ends in the middle of a step")
         self._side_work.stop(_STOP_S)
         self._wire.close()
         self._side_work.close()
@@ -168,7 +168,7 @@ class UnitHost:
                 self._side_work.void_stages(effect.plan.formation)
                 self._compute.form(effect.plan)
             elif not self._side_work.begin(effect):
-                raise TypeError(f"this role does not ask for {type(effect).__name__}")
+                raise TypeError(f"this host cannot apply the effect {type(effect).__name__}")
         for outcome in self._side_work.take_pulled():  # Small pulls have finished already.
             self._apply(self._leader.handle(self._clock.now(), outcome))
 
@@ -229,7 +229,7 @@ def run_host(make: Callable[[], tuple[UnitHost, Sequence[Effect]]]) -> int:
     try:
         host.run(first)
     except Exception:
-        log.critical("this process cannot go on", exc_info=True)
+        log.critical("unexpected error: this process ends", exc_info=True)
         host.close()
         return EXIT_FATAL
     host.close()

@@ -49,8 +49,8 @@ def kept_run(cluster: ClusterConfig) -> Joining | None:
     kept = msgspec.json.decode(asked.stdout, type=Joining)
     if is_open(kept.supervisor.endpoint):
         raise ConfigError(
-            f"{cluster.name!r} is served by another `hadal serve`, on {kept.run.address}. End that"
-            " first, or give this one a cluster.name."
+            f"cluster.name {cluster.name!r} is in use by another `hadal serve`, on {kept.run.address}."
+            " Stop that one first, or set another cluster.name here."
         )
     return kept
 
@@ -66,12 +66,12 @@ def is_same(found: Deployment, asked: Deployment) -> bool:
     differences = [name for name in _differences(found, asked) if name not in _MAY_DIFFER]
     if differences:
         log.warning(
-            "what runs on the nodes under this name is of another deployment (%s), and ends soon",
+            "the processes on the nodes have other settings (%s), and are ended",
             ", ".join(differences),
         )
     elif found.model != asked.model:
         log.warning(
-            "the nodes serve %s; `hadal rollout --model %s` goes over to what is asked for",
+            "the nodes still serve %s; `hadal rollout --model %s` changes to the requested model",
             found.model,
             asked.model,
         )

@@ -61,7 +61,7 @@ def serve(
     """
     raise_descriptor_limit()
     for name in remove_stale_shared_memory():
-        log.info("removed %s, left by a run that is gone", name)
+        log.info("removed %s, left by an earlier run", name)
     remove_stale_folders()
     host, port = resolved.deployment.host, resolved.deployment.port
     with (
@@ -104,7 +104,7 @@ def _run(resolved: Resolved, options: Options) -> tuple[Run, Joining | None]:
     is_ours = options.secret_file is None or kept.run.secret == secret
     if not is_ours or not is_same(kept.run.deployment, deployment):
         return dataclasses.replace(run, term=term), None
-    log.info("taking over what another supervisor left on the nodes")
+    log.info("taking over the processes that another supervisor left on the nodes")
     taken_over = dataclasses.replace(
         kept.run,
         log_level=run.log_level,
@@ -139,7 +139,9 @@ def _secret(path: Path | None) -> bytes:
         return secrets.token_bytes(SECRET_BYTES)
     found = read_private(path, "the secret")
     if len(found) < MIN_SECRET_BYTES:
-        raise ConfigError(f"{path}: a secret has {MIN_SECRET_BYTES} bytes at least.")
+        raise ConfigError(
+            f"{path}: the secret is too short; it needs at least {MIN_SECRET_BYTES} bytes."
+        )
     return found
 
 
@@ -157,7 +159,7 @@ def _run_folder(asked: Path | None) -> Iterator[Path]:
     if asked is not None:
         make_private(asked)
         if is_heard(asked / f"{SUPERVISOR}.sock"):
-            raise ConfigError(f"{asked}: another `hadal serve` uses this run folder. Take another.")
+            raise ConfigError(f"{asked}: another `hadal serve` uses this run folder. Name another.")
         _clear_run(asked)
         shutil.rmtree(asked / LOGS_FOLDER, ignore_errors=True)
         folder = asked.absolute()

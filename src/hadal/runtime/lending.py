@@ -20,9 +20,7 @@ _ASK_S = 1.0
 """Time between repeats of the request to the lender."""
 _SLOW_S = 5.0
 """Time without news after which the lender counts as silent: it then waits for Ray."""
-_SILENT = (
-    "Ray does not answer: what runs goes on, and nothing is started on another node until it does"
-)
+_SILENT = "Ray does not answer: running processes go on, but no other node is used until it answers"
 Group = tuple[int, ...]
 """Nodes that are lent together or not at all."""
 

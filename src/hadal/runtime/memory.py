@@ -200,16 +200,16 @@ def _checked(
     rank = _with_what_fits_of_spare_room(rank, deployment)
     if rank.spare_bytes < asked_bytes:
         warnings.append(
-            f"{kind}: a rank has room for {gb(rank.spare_bytes)} of the {gb(asked_bytes)} of"
-            " experts that it takes over when a node of its unit is"
-            " lost. Where that is too little, the unit starts anew then. Less KV"
-            f" ({kind}.kv_memory_mb) or more ranks would make room."
+            f"{kind}: a rank has memory for {gb(rank.spare_bytes)} of the {gb(asked_bytes)} of"
+            " experts that it may have to take over if a node of its unit is lost. If they do not"
+            f" fit, the unit restarts. Lower {kind}.kv_memory_mb or add ranks to make"
+            " room."
         )
     if deployment.device == "cuda" and config.weight_block_size is not None:
         now = ranks_in_fp32(deployment, config, rank.kv_blocks)[ROLES.index(kind)]
         warnings.append(
-            f"{kind}: FP8 matrices take fused kernels; the plain torch ops that are there hold"
-            f" everything in FP32, {gb(now.total_bytes)} a rank instead of"
+            f"{kind}: FP8 matrices need fused kernels. Until Hadal has them, plain torch ops keep"
+            f" all weights in FP32: {gb(now.total_bytes)} per rank instead of"
             f" {gb(rank.total_bytes)}."
         )
     return rank, warnings
@@ -238,14 +238,14 @@ def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
         nearest = [n for n in (below, below + units.ranks) if n >= 0]
         raise ConfigError(
             f"{kind}: {config.n_routed_experts} experts and {units.redundant_experts} redundant"
-            f" ones do not divide evenly over {units.ranks} ranks. {kind}.redundant_experts ="
-            f" {' or '.join(map(str, nearest))} would."
+            f" ones do not divide evenly over {units.ranks} ranks. Set {kind}.redundant_experts to"
+            f" {' or '.join(map(str, nearest))}."
         )
     slots = total // units.ranks
     if slots > config.n_routed_experts:
         raise ConfigError(
-            f"{kind}: {slots} replicas on a rank are more than the {config.n_routed_experts}"
-            f" experts there are. Lower {kind}.redundant_experts."
+            f"{kind}: {slots} replicas per rank are more than the model's"
+            f" {config.n_routed_experts} experts. Lower {kind}.redundant_experts."
         )
     return slots
 
@@ -287,11 +287,11 @@ def why_not_fit(plan: MemoryPlan, there_bytes: int) -> str:
         )
     else:
         remedy = (
-            "The weights alone do not fit: take a checkpoint of fewer bytes a weight, a smaller model,"
+            "The weights alone do not fit: take a checkpoint with fewer bytes per weight, a smaller model,"
             f" or a machine with {gb(plan.total_bytes)}."
         )
     return (
-        f"{gb(plan.total_bytes)} are needed ({parts}), and there are {gb(there_bytes)} of memory."
+        f"{gb(plan.total_bytes)} of memory are needed ({parts}), and {gb(there_bytes)} are available."
         f" {remedy}"
     )
 
@@ -384,7 +384,7 @@ def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) ->
     if rank.staged_bytes:
         parts += f", a layer being staged {gb(rank.staged_bytes)}"
     if rank.kept_bytes:
-        parts += f", what drafts are made of {gb(rank.kept_bytes)}"
+        parts += f", hidden states for drafts {gb(rank.kept_bytes)}"
     if needed - rank.kv_bytes < limit_bytes:
         excess_mb = (needed - limit_bytes) / 2**20
         remedy = (

@@ -35,8 +35,8 @@ def check_model(run: Run) -> None:
     """
     if run.model_digest and digest_of_model(Path(run.deployment.model)) != run.model_digest:
         raise CheckpointError(
-            f"{run.deployment.model}: the model's files are not those that this server was started"
-            " with. Put those back, or start the server again."
+            f"{run.deployment.model}: the model's files have changed since this server was started."
+            " Put the old ones back, or restart the server."
         )
 
 

@@ -138,7 +138,7 @@ class _Fitness:
         ]
         self._unfit.pop(news.node, None)
         if other:
-            self._unfit[news.node] = f"{', '.join(other)}; all nodes have to be alike"
+            self._unfit[news.node] = f"{', '.join(other)}; all nodes must have the same"
 
     def why_unfit(self, number: int) -> str:
         """Return why a node is not used; empty if it may be."""
@@ -270,7 +270,7 @@ class LiveNodes:
             log.info("node %d is %s", message.node, message.host)
             self._adopt(message.node)
         elif was is NodePhase.LOST and node.phase is NodePhase.UP:
-            log.info("node %d (%s) is heard again", message.node, message.host)
+            log.info("node %d (%s) reports again", message.node, message.host)
         for news in message.processes:
             elsewhere = self._processes.get(news.name)
             if news.code is not None and elsewhere is not None and elsewhere.process.news is news:
@@ -310,7 +310,7 @@ class LiveNodes:
         self._lending.tick(now_s)
         for node in self._nodes.tick(now_s):
             log.error(
-                "node %d (%s) has said nothing for %.1f s: it is lost with all that ran there",
+                "node %d (%s) has sent no report for %.1f s: it is lost, with all its processes",
                 node.number,
                 node.host,
                 now_s - node.heard_s,
@@ -422,8 +422,8 @@ class LiveNodes:
                 return f"node {number} ({node.host}) is not used: {why}"
             if node.phase is NodePhase.ABSENT and now_s - found_s > self._timeout_s:
                 return (
-                    f"no agent speaks from node {number}, {self._timeout_s:g} s after Ray found"
-                    " it. Its output is in Ray's logs there"
+                    f"no report from the agent of node {number}, {self._timeout_s:g} s after Ray"
+                    " found the node. The agent's output is in Ray's logs there"
                 )
         return ""
 
@@ -445,7 +445,7 @@ def address_here(cluster: ClusterConfig) -> str:
             address = str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cluster.address is {cluster.address!r}, and {head!r} leads nowhere ({error}). Give the"
+            f"cluster.address is {cluster.address!r}, and {head!r} cannot be used ({error}). Give the"
             " address and the port of the Ray head, such as 10.0.0.1:6379."
         ) from error
     if is_near(address):

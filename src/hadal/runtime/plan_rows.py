@@ -110,9 +110,9 @@ def _topology(resolved: Resolved) -> Iterator[Row]:
     total = sum(unit.num_ranks for unit in placed)
     where = "GPUs" if deployment.device == "cuda" else "processes on CPUs"
     nodes = num_nodes(placed)
-    yield "in all", f"{total} ranks ({where}) on {plural(nodes, 'node')}"
+    yield "ranks", f"{total} ranks ({where}) on {plural(nodes, 'node')}"
     yield "transport", f"{deployment.transport}, dispatch in {deployment.dispatch_format}"
-    yield "hand-over", deployment.handover
+    yield "KV transfer", deployment.handover
     if names := gateway_names(deployment)[deployment.gateway.processes :]:
         found = gateway_nodes(deployment)
         nodes_of_gateways = f"{'nodes' if len(found) > 1 else 'node'} {ranges(found)}"
@@ -124,7 +124,7 @@ def _topology(resolved: Resolved) -> Iterator[Row]:
         ]
         yield (
             "fleet",
-            f"{counts[0]} and {counts[1]} units, as they are needed; shown with all of them",
+            f"{counts[0]} and {counts[1]} units, by demand; all of them are listed",
         )
     for role in ROLES:
         of_role = [unit for unit in placed if unit.role == role]
@@ -132,7 +132,7 @@ def _topology(resolved: Resolved) -> Iterator[Row]:
             ranks = f"EP{unit.num_ranks}" if unit.num_ranks > 1 else "1 rank"
             yield unit.name, f"{ranks}, {_nodes(unit)}"
         if len(of_role) > _SHOWN:
-            yield "", f"and {len(of_role) - _SHOWN} more of the same"
+            yield "", f"and {len(of_role) - _SHOWN} more like these"
 
 
 def _nodes(unit: UnitNodes) -> str:
@@ -157,21 +157,25 @@ def _memory(role: str, resolved: Resolved) -> Iterator[Row]:
         is_fp8 = deployment.device == "cuda" and config.weight_block_size is not None
         precision = "FP8 matrices, the rest BF16" if is_fp8 else "FP32"
     experts, fixed = gb(memory.expert_bytes), gb(memory.fixed_bytes)
-    yield "weights", f"{gb(memory.weight_bytes)} ({precision}): {experts} experts, {fixed} all else"
+    yield "weights", f"{gb(memory.weight_bytes)} ({precision}): {experts} experts, {fixed} the rest"
     yield "KV", f"{gb(memory.kv_bytes)}: {memory.kv_blocks} blocks, {memory.kv_tokens} tokens"
     for name, num_bytes, text in (
         ("buffers", memory.comm_bytes, f" for dispatch and combine, {mode_of(role, units)} mode"),
-        ("staging", memory.staged_bytes, ": one layer's experts once more, while replicas move"),
-        ("spare", memory.spare_bytes, ": room for the experts of a node that is lost"),
-        ("drafts", memory.kept_bytes, ": hidden states of a block for each request at work"),
+        (
+            "staging",
+            memory.staged_bytes,
+            ": a second copy of one layer's experts, while replicas move",
+        ),
+        ("spare", memory.spare_bytes, ": for experts that it takes over when a node is lost"),
+        ("drafts", memory.kept_bytes, ": hidden states of one block per running request"),
     ):
         if num_bytes:
             yield name, f"{gb(num_bytes)}{text}"
     limit = f" of {deployment.device_memory_gb:.0f} GB" if deployment.device_memory_gb else ""
-    yield "together", f"{gb(memory.total_bytes)}{limit}"
+    yield "total", f"{gb(memory.total_bytes)}{limit}"
     per_node = min(units.ranks, units.ranks_per_node)
     if per_node > 1:
-        yield "a node", f"{gb(per_node * memory.total_bytes)}, {per_node} ranks"
+        yield "per node", f"{gb(per_node * memory.total_bytes)}, {per_node} ranks"
 
 
 def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
@@ -182,10 +186,10 @@ def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
     units = units_of(resolved.deployment, role)
     total = config.n_routed_experts + units.redundant_experts
     routed, shared = placement.num_expert_slots, config.n_shared_experts
-    yield "a rank", f"{routed} routed + {shared} shared, in each of {placement.num_layers} layers"
+    yield "per rank", f"{routed} routed + {shared} shared, in each of {placement.num_layers} layers"
     yield (
         "replicas",
-        f"{total} a layer: {config.n_routed_experts} experts, {units.redundant_experts} redundant",
+        f"{total} per layer: {config.n_routed_experts} experts, {units.redundant_experts} redundant",
     )
     first_layer = config.first_k_dense_replace
     for rank in range(min(units.ranks, 2)):
@@ -194,9 +198,9 @@ def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
     for layer in range(min(2, placement.num_layers) if units.redundant_experts else 0):
         counts = Counter(placement.slot_to_expert_LRS[layer].reshape(-1).tolist())
         several = sorted(expert for expert, count in counts.items() if count > 1)
-        yield "twice" if not layer else "", f"layer {first_layer + layer}: {_ids(several)}"
+        yield "replicated" if not layer else "", f"layer {first_layer + layer}: {_ids(several)}"
     if units.redundant_experts:
-        yield "", "and so on, others in each layer, until loads are known"
+        yield "", "and so on, other experts in each layer, until loads are measured"
 
 
 def _ids(experts: Sequence[int]) -> str:
@@ -213,8 +217,8 @@ def _exchange(role: str, resolved: Resolved) -> Iterator[Row]:
     units = units_of(deployment, role)
     layout = MessageLayout(deployment.dispatch_format, config.hidden_size)
     tokens, top_k = max_step_tokens(role, deployment, config), config.num_experts_per_tok
-    yield "dispatch", f"{layout.message_bytes:,} bytes a message ({deployment.dispatch_format})"
-    yield "combine", f"{layout.back_bytes:,} bytes a row ({layout.back_format})"
+    yield "dispatch", f"{layout.message_bytes:,} bytes per message ({deployment.dispatch_format})"
+    yield "combine", f"{layout.back_bytes:,} bytes per row ({layout.back_format})"
     if mode_of(role, units) == "low_latency":
         replicas = config.n_routed_experts + units.redundant_experts
         own = low_latency_buffers(layout, tokens, top_k, units.ranks, replicas // units.ranks).total
@@ -231,7 +235,7 @@ def _exchange(role: str, resolved: Resolved) -> Iterator[Row]:
         out = rows * layout.row_bytes
         back = tokens * top_k * (units.ranks - 1) / units.ranks * layout.back_bytes
     sent = f"{gb(round(out))} out, {gb(round(back))} back"
-    yield "a layer", f"{sent} for {tokens} tokens of a rank, spread evenly"
+    yield "per layer", f"{sent} for {tokens} tokens per rank, spread evenly"
 
 
 def _schedule(units: UnitsConfig) -> Iterator[Row]:
@@ -242,8 +246,8 @@ def _schedule(units: UnitsConfig) -> Iterator[Row]:
         if units.overlap in ("auto", name):
             yield name, str(schedule).partition(" ")[2]
     if units.overlap == "auto":
-        yield "chosen", "the cheapest by price for each step's batch"
-    yield "split", f"in two micro-batches from {units.min_split_tokens} tokens on a rank"
+        yield "chosen", "the schedule with the lowest estimated cost for each step's batch"
+    yield "split", f"into two micro-batches from {units.min_split_tokens} tokens per rank"
 
 
 def drafts_text(deployment: Deployment, config: ModelConfig) -> str:
@@ -251,8 +255,10 @@ def drafts_text(deployment: Deployment, config: ModelConfig) -> str:
     most = num_drafts_max(deployment, config)
     if not most:
         return ""
-    number = f"up to {most}, as many as pay," if deployment.decode.drafts == AUTO else str(most)
-    return f"{number} a request and step, by the model's MTP module; no token changes by them"
+    number = (
+        f"up to {most}, as many as save time," if deployment.decode.drafts == AUTO else str(most)
+    )
+    return f"{number} per request and step, by the model's MTP module; they change no output token"
 
 
 def model_texts(resolved: Resolved) -> list[str]:
@@ -262,8 +268,8 @@ def model_texts(resolved: Resolved) -> list[str]:
     return [
         f"{resolved.deployment.model_name}: {millions(memory.num_parameters)} parameters,"
         f" {millions(memory.num_parameters_active)} for a token",
-        f"{config.num_hidden_layers} layers, {config.n_routed_experts} experts of which"
-        f" {config.num_experts_per_tok}, context {config.max_position_embeddings}",
+        f"{config.num_hidden_layers} layers, {config.n_routed_experts} experts,"
+        f" {config.num_experts_per_tok} per token, context {config.max_position_embeddings}",
         f"checkpoint {stored}, activations in {resolved.deployment.compute.upper()}",
     ]
 
@@ -271,7 +277,7 @@ def model_texts(resolved: Resolved) -> list[str]:
 def totals_text(memory: MemoryPlan) -> str:
     """Return the bytes of all ranks together as text."""
     return (
-        f"weights {gb(memory.weight_bytes)}, KV {gb(memory.kv_bytes)} shared by"
+        f"weights {gb(memory.weight_bytes)}, KV {gb(memory.kv_bytes)} for"
         f" {plural(sum(memory.num_ranks), 'rank')}"
     )
 
@@ -282,7 +288,7 @@ def pools_text(memory: MemoryPlan) -> str:
         f"{role} {memory.of(role).kv_blocks} blocks ({memory.of(role).kv_tokens} tokens)"
         for role in ROLES
     )
-    return f"{', '.join(sizes)} a rank"
+    return f"{', '.join(sizes)} per rank"
 
 
 def cache_rows(deployment: Deployment, memory: MemoryPlan) -> list[Row]:
@@ -294,7 +300,7 @@ def cache_rows(deployment: Deployment, memory: MemoryPlan) -> list[Row]:
     if cache.memory != OFF:
         in_memory = (
             f"{memory.prefill.kv_blocks - NUM_SCRATCH_BLOCKS} blocks of a prefill rank,"
-            f" {memory.prefill.kv_tokens} tokens, until their room is needed"
+            f" {memory.prefill.kv_tokens} tokens, until their blocks are needed"
         )
     on_disk = "nothing: cache.folder is empty"
     if cache.folder:

@@ -315,7 +315,7 @@ class RayLender:
         there = {asked["name"] for asked in listed if asked["state"] != "REMOVED"}
         for group in list(self._lent):
             if self._name_of(group) not in there:
-                log.warning("%s were given back by their agents", _nodes(group))
+                log.warning("%s were released by their agents", _nodes(group))
                 del self._lent[group]
 
     def _name_of(self, group: Group) -> str:
@@ -372,7 +372,7 @@ class RayLender:
         """Release a group and kill its actors. Otherwise Ray would keep the actors, to restart them
         in a group that no longer exists.
         """
-        log.info("giving %s back to Ray", _nodes(group))
+        log.info("releasing %s to Ray", _nodes(group))
         lent = self._lent.pop(group).group
         for index in range(len(group)):
             with contextlib.suppress(ValueError):  # The actor does not exist yet.
@@ -383,7 +383,7 @@ class RayLender:
         if not _lets_anybody_in():
             return
         text = (
-            "the Ray cluster asks for no token: who reaches its ports may run code on every node, and read"
+            "the Ray cluster requires no token: any client of its ports may run code on every node and read"
             " the secret of this deployment. Start it on all nodes with RAY_AUTH_MODE=token and one"
             " RAY_AUTH_TOKEN, and set both here (docs/cluster.md)"
         )
@@ -471,7 +471,7 @@ def _join(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster at {address!r} ({error}). Start one with `ray start --head` here and"
-            " `ray start --address HEAD:6379` on the other nodes; docs/cluster.md tells the rest."
+            " `ray start --address HEAD:6379` on the other nodes; see docs/cluster.md."
         ) from error
 
 
@@ -487,7 +487,7 @@ def _lets_anybody_in() -> bool:
     except subprocess.TimeoutExpired:
         code = -1
     if code not in (_ANSWERED, _REFUSED):
-        raise ConfigError(f"the Ray head at {address} does not say whether it asks for a token.")
+        raise ConfigError(f"the Ray head at {address} does not report whether it requires a token.")
     return code == _ANSWERED
 
 
@@ -515,7 +515,7 @@ def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
     try:
         request_resources(bundles=floor, bundle_label_selectors=_selectors(len(floor), label))
     except RpcError as error:  # The head is unreachable; the request is repeated.
-        log.warning("the autoscaler was not told which nodes are wanted: %s", error)
+        log.warning("the list of wanted nodes could not be sent to the autoscaler: %s", error)
 
 
 def _told(asked: Joining, node: int, address: str) -> Joining:
@@ -539,7 +539,7 @@ def _kept(name: str) -> Joining | None:
         return msgspec.json.decode(found, type=Joining) if found else None
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"what Ray keeps under cluster.name {name!r} is of another version of Hadal ({error}); give"
+            f"Ray's record under cluster.name {name!r} is of another version of Hadal ({error}); set"
             " another name."
         ) from error
 

@@ -102,7 +102,7 @@ class Tape:
         try:
             self._append(frame(entry))
         except OSError as error:
-            log.warning("the recording ends here: %s", error)
+            log.warning("the recording stops here: %s", error)
             self._append = None
 
 
@@ -119,10 +119,10 @@ def _open(folder: Path, process: str) -> int:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return open_private(path, os.O_WRONLY | os.O_EXCL)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already: give {RECORD} an empty folder.") from None
+        raise ConfigError(f"{path} exists already: set {RECORD} to an empty folder.") from None
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error}): give {RECORD} another folder."
+            f"{path} cannot be written ({error}): set {RECORD} to another folder."
         ) from error
 
 

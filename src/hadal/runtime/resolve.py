@@ -166,11 +166,11 @@ def unknown_keys_warnings(deployment: Deployment) -> tuple[str, ...]:
     names = unknown_keys(Path(deployment.model), deployment.accept_config)
     if not names:
         return ()
-    return (f"config.json has keys that Hadal does not know and passes over: {', '.join(names)}.",)
+    return (f"config.json has keys that Hadal does not know and ignores: {', '.join(names)}.",)
 
 
 def _why_no_module(config: ModelConfig, why: str) -> str:
-    return why or "its config.json says num_nextn_predict_layers 0"
+    return why or "its config.json has num_nextn_predict_layers 0"
 
 
 def _named(deployment: Deployment) -> ClusterConfig:
@@ -268,7 +268,7 @@ def _gpus_of_a_cluster_too_small(resolved: Resolved) -> list[str]:
         return []
     ranks = zip(ROLES, ranks_in_fp32(deployment, resolved.config), strict=True)
     return [
-        f"a {role} rank holds {gb(rank.total_bytes)} in FP32 (plain torch ops), and a GPU has"
+        f"a {role} rank needs {gb(rank.total_bytes)} in FP32 (plain torch ops), and a GPU has"
         f" {gb(there)}."
         for role, rank in ranks
         if rank.total_bytes > there
@@ -286,7 +286,7 @@ def _gpus_too_small(
         if process.device is not None:
             held[process.device % len(found)] += role_to_bytes[process.role]
     return [
-        f"its ranks on GPU {index} hold {gb(needed)} in FP32 (plain torch ops), and the GPU has"
+        f"the ranks on GPU {index} need {gb(needed)} in FP32 (plain torch ops), and the GPU has"
         f" {gb(there)}."
         for index, (needed, there) in enumerate(zip(held, found, strict=True))
         if needed > there
@@ -321,7 +321,7 @@ def resolve(deployment: Deployment) -> Resolved:
     if deployment.device == "cpu" and available is not None and memory.total_bytes > available:
         text = (
             f"{memory.total_bytes / 2**30:.1f} GiB are needed and {available / 2**30:.1f} GiB are"
-            " free: processes may be killed for want of memory."
+            " free: processes may be killed for lack of memory."
         )
         memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
     return with_digests(dataclasses.replace(resolved, deployment=deployment, memory=memory))

@@ -129,7 +129,7 @@ class SideWork:
         if self._copier:
             self._copier.stop(timeout_s)
         if self._stager and not self._stager.stop(timeout_s):
-            log.warning("leaving in the middle of a stage")
+            log.warning("this process ends while it stages experts")
         if self._disk:
             self._disk.stop(timeout_s)  # Before the pool closes: it copies to and from it.
         if self._view:

@@ -199,15 +199,15 @@ def why_not_anywhere(deployment: Deployment) -> list[str]:
     """Return why no host can run the deployment, one sentence each."""
     if deployment.transport == "deepep":
         return [
-            "transport 'deepep' can be planned with and not served: Hadal has no DeepEP backend."
+            "transport 'deepep' can be planned but not served: Hadal has no DeepEP backend."
             " Take 'nccl', or 'gloo' where ranks share a GPU."
         ]
     if max(deployment.prefill.ranks, deployment.decode.ranks) == 1:
         return []
     if deployment.device == "cuda" and deployment.transport == "tcp":
         return [
-            "transport 'tcp' moves the memory of CPUs; GPUs take nccl, or gloo where they are"
-            " shared."
+            "transport 'tcp' works only for CPUs. For GPUs take 'nccl', or 'gloo' where ranks share"
+            " a GPU."
         ]
     return []
 
@@ -231,7 +231,7 @@ def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[
         reasons += found
     elif largest > 1 and deployment.transport == "nccl" and num_gpus < largest:
         reasons.append(
-            f"a unit needs {largest} GPUs, one a rank (nccl); this host has {host}. With gloo ranks"
+            f"a unit needs {largest} GPUs, one per rank (nccl); this host has {host}. With gloo ranks"
             " may share them."
         )
     return reasons

@@ -320,7 +320,7 @@ class ZmqWire:
         another host, it is for this epoch and next in its link. Raises ValueError.
         """
         if header.link and not _is_sound(header):
-            raise ValueError("it says of itself what cannot be.")
+            raise ValueError("the header is invalid.")
         if header.link and (header.to, header.to_epoch_number) != (
             self.name,
             self._header.epoch_number,

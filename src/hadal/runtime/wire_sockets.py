@@ -202,7 +202,7 @@ class FarLink:
             self._socket.connect(self.address.endpoint)
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
-            raise OSError(f"{self.address.endpoint!r} leads nowhere ({error}).") from error
+            raise OSError(f"{self.address.endpoint!r} cannot be used ({error}).") from error
 
     def _push(self, header: WireHeader, number: int, body: bytes, grant: bytes) -> bool:
         numbered = msgspec.structs.replace(header, link=self.link, number=number)
@@ -430,7 +430,7 @@ def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     try:
         made: zmq.Socket[bytes] = context.socket(kind)
     except zmq.ZMQError as error:
-        raise OSError(f"no socket is to be had ({error}).") from error
+        raise OSError(f"cannot open a socket ({error}).") from error
     return made
 
 

@@ -70,8 +70,8 @@ class PriceList:
         for time_s in (self.off_peak_from_s, self.off_peak_to_s):
             if not 0 <= time_s < DAY_S or time_s % BUCKET_S:
                 raise ValueError(
-                    f"{self.name}: a tier begins or ends {time_s} s into the day; whole quarter"
-                    " hours are allowed."
+                    f"{self.name}: a tier begins or ends {time_s} s into the day; use"
+                    " whole quarter hours."
                 )
 
     def rates_at(self, completed_us: int) -> Rates:
@@ -136,8 +136,8 @@ def price_list(text: str) -> PriceList:
     except ValueError as error:
         why = f" ({error})" if len(parts) == 3 else ""
         raise ValueError(
-            f"{text!r} is no price list{why}. Take {', '.join(_LISTS)}, or dollars per million"
-            " tokens as HIT/MISS/OUT, such as 0.14/0.55/2.19."
+            f"{text!r} is not a price list{why}. Use {', '.join(_LISTS)}, or dollars per"
+            " million tokens as HIT/MISS/OUT, such as 0.14/0.55/2.19."
         ) from None
 
 
@@ -146,9 +146,9 @@ def micro_usd(dollars: str | float) -> int:
     try:
         micro = Decimal(str(dollars).strip()).scaleb(6)
     except InvalidOperation:
-        raise ValueError(f"{dollars!r} is no amount of dollars") from None
+        raise ValueError(f"{dollars!r} is not an amount of dollars") from None
     if not micro.is_finite() or micro < 0 or micro != micro.to_integral_value():
-        raise ValueError(f"{dollars!r} dollars: 0 or more is needed, with at most 6 decimals")
+        raise ValueError(f"{dollars!r} dollars: use 0 or more, with at most 6 decimals")
     return int(micro)
 
 

@@ -253,11 +253,11 @@ def report(
     quarter hour.
     """
     if to_us <= from_us:
-        raise ValueError("a report needs a window that ends after it begins.")
+        raise ValueError("the window of a report must end after it begins.")
     check_by(by)
     if utc_offset_s % BUCKET_S:
         raise ValueError(
-            f"hours begin on a quarter hour of UTC; an offset of {utc_offset_s} s has none."
+            f"the UTC offset is {utc_offset_s} s; it must be a multiple of a quarter hour."
         )
     total = Line(
         TOTAL, _sum(tally, lambda key: TOTAL).get(TOTAL, Counts()), use_of(nodes, from_us, to_us)

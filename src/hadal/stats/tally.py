@@ -112,13 +112,13 @@ class Columns:
             name: value.shape for name, value in vars(self).items() if isinstance(value, np.ndarray)
         }
         if len(set(shapes.values())) > 1 or len(self.completed_us.shape) != 1:
-            raise ValueError(f"columns of one length are needed, not {shapes}.")
+            raise ValueError(f"columns must have equal lengths; they have shapes {shapes}.")
         if not all(
             value.dtype == np.int64
             for value in vars(self).values()
             if isinstance(value, np.ndarray)
         ):
-            raise ValueError("columns are arrays of int64; others would lose tokens.")
+            raise ValueError("columns must be int64 arrays; other types would lose tokens.")
 
 
 class Tally:

@@ -57,10 +57,10 @@ def mooncake_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
             or not 0 <= at_ms <= _MOST_S * 1e3
         ):
             raise ConfigError(
-                f"{where}: timestamp is {shown(at_ms)}; milliseconds from 0 on are needed."
+                f"{where}: timestamp is {shown(at_ms)}; it must be milliseconds, 0 or more."
             )
         if not isinstance(parts, list) or not all(type(part) is int for part in parts):
-            raise ConfigError(f"{where}: hash_ids is {shown(parts)}; a list of numbers is needed.")
+            raise ConfigError(f"{where}: hash_ids is {shown(parts)}; it must be a list of numbers.")
         if len(parts) * MOONCAKE_PART_TOKENS < length:
             raise ConfigError(
                 f"{where}: {len(parts)} parts for {length} tokens: not one of Mooncake's traces."
@@ -98,7 +98,7 @@ def _count(value: Any, what: str) -> int:
         value = int(value)
     if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
         raise ConfigError(
-            f"{what} is {shown(value)}; a number of tokens, {_MOST_TOKENS:,} at most, is needed."
+            f"{what} is {shown(value)}; it must be a number of tokens, at most {_MOST_TOKENS:,}."
         )
     return value
 
@@ -112,6 +112,6 @@ def _time(value: Any, where: str) -> np.datetime64:
         except ValueError:  # For example February 31.
             pass
     raise ConfigError(
-        f"{where}: TIMESTAMP is {shown(value)}; a time such as 2023-11-16 18:15:46.6805900 is"
-        " needed."
+        f"{where}: TIMESTAMP is {shown(value)}; it must be a time such as 2023-11-16"
+        " 18:15:46.6805900."
     )

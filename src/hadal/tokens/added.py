@@ -236,7 +236,7 @@ def _token(value: Any, where: str) -> AddedToken:
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, str):
         raise CheckpointError(
-            f"{where} is {shown(value)}; an object with content, a text, is needed."
+            f"{where} is {shown(value)}; it must be an object with a text as content."
         )
     flags = {name: value.get(name) for name in FLAGS}
     for name, flag in flags.items():

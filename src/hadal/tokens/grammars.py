@@ -168,7 +168,7 @@ def complaint(text: str, prefix: str = "") -> str | None:
     if begun and not matcher.is_error():
         num_read = matcher.try_consume_tokens(list(begun))
         if num_read < len(begun) and not matcher.is_error():
-            return f"prefix is no beginning of such an answer, from byte {num_read} on"
+            return f"the prefix does not match the schema from byte {num_read} on"
     _walk(matcher)
     return _in_our_words(matcher.get_error()) if matcher.is_error() else None
 
@@ -188,15 +188,15 @@ def _in_our_words(said: str) -> str:
         keys, _ = json.JSONDecoder().raw_decode(said.removeprefix(_NOT_KNOWN))
         return f"{', '.join(map(repr, keys))} {'is' if len(keys) == 1 else 'are'} not supported"
     if said.startswith("oneOf constraints"):
-        return "'oneOf' is not supported where more than one of its schemas may hold; use 'anyOf'"
+        return "'oneOf' is not supported if several of its schemas can match a value; use 'anyOf'"
     if said.startswith("Unknown format: "):
         return f"'format' {said.removeprefix('Unknown format: ')!r} is not supported"
     if said.startswith("regex parse error"):
         return f"'pattern' is not supported: {said.rpartition('error: ')[2]}"
     if said.startswith("Resource "):
-        return "'$ref' is supported within the schema only"
+        return "'$ref' must refer to a part of the same schema"
     if said.startswith("NoExtension"):
-        return "no text satisfies it"
+        return "no text can satisfy the schema"
     return said[:500]
 
 

@@ -52,31 +52,31 @@ def check_files(folder: Path, fields: Mapping[str, Any], source: str) -> None:
     path = folder / CONFIG
     if config.get("split_special_tokens"):
         raise CheckpointError(
-            f"{path}: split_special_tokens is {shown(config['split_special_tokens'])}; then no prompt has"
-            " a special token. Set it to false."
+            f"{path}: split_special_tokens is {shown(config['split_special_tokens'])}; then prompts would have"
+            " no special tokens. Set it to false."
         )
     if config.get("fix_mistral_regex"):
         raise CheckpointError(
             f"{path}: fix_mistral_regex is {shown(config['fix_mistral_regex'])}; it changes how"
-            " tokenizer.json cuts a text. Save the tokenizer with it, and set it to false."
+            " tokenizer.json splits a text. Save the tokenizer with it, and set it to false."
         )
     files = config.get("fast_tokenizer_files")
     if files and files != ["tokenizer.json"]:
         raise CheckpointError(
             f"{path}: fast_tokenizer_files is {shown(files)}; only tokenizer.json is read. Rename the"
-            " file of the newest version so, and remove the field."
+            " newest version's file to tokenizer.json, and remove the field."
         )
     _check_class(folder, config)
     model = fields["model"]
     if model.get("dropout"):
         raise CheckpointError(
-            f"{source}: model.dropout is {shown(model['dropout'])}; equal texts would have other ids each"
-            " time. Set it to null."
+            f"{source}: model.dropout is {shown(model['dropout'])}; equal texts would get different ids"
+            " each time. Set it to null."
         )
     for part in _parts(fields.get("pre_tokenizer"), "pretokenizers"):
         if part.get("type") == "Metaspace":
             raise CheckpointError(
-                f"{source}: pre_tokenizer has a Metaspace; only byte-level tokenizers are served."
+                f"{source}: pre_tokenizer has a Metaspace; only byte-level tokenizers are supported."
             )
 
 

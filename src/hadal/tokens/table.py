@@ -57,7 +57,7 @@ def token_table(fields: dict[str, Any], source: str) -> TokenTable:
     try:
         token_bytes = _byte_table(fields["model"]["vocab"], added)
     except UnicodeEncodeError as error:  # Half of a surrogate pair is not a character.
-        raise CheckpointError(f"{source}: is not a usable tokenizer ({error}).") from error
+        raise CheckpointError(f"{source} is not a usable tokenizer ({error}).") from error
     return TokenTable(
         token_bytes,
         control_ids,
@@ -89,7 +89,7 @@ def read_token_table(folder: Path) -> TokenTable:
 def read_json(path: Path) -> dict[str, Any]:
     """Read one of the tokenizer's files. Raises CheckpointError."""
     return documents.read_json(
-        path, "tokenizer", error=CheckpointError, hint="The model's folder is not complete."
+        path, "tokenizer", error=CheckpointError, hint="The model's folder is incomplete."
     )
 
 
@@ -105,8 +105,8 @@ def _check_fields(fields: dict[str, Any], source: str) -> None:
         isinstance(part, dict) and part.get("type") == "ByteLevel" for part in parts
     ):
         raise CheckpointError(
-            f"{source}: decoder is not ByteLevel but {shown(decoder)}; only byte-level tokenizers"
-            " are served."
+            f"{source}: decoder is {shown(decoder)}, not ByteLevel; only byte-level tokenizers"
+            " are supported."
         )
     model = fields.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
@@ -120,8 +120,8 @@ def _check_fields(fields: dict[str, Any], source: str) -> None:
         # prefix that is missing.
         if model.get(name):
             raise CheckpointError(
-                f"{source}: model.{name} is {shown(model[name])}; only byte-level tokenizers are"
-                " served, without it."
+                f"{source}: model.{name} is {shown(model[name])}; only byte-level tokenizers without"
+                " it are supported."
             )
     added = fields.get("added_tokens") or []
     if not isinstance(added, list):
@@ -132,8 +132,8 @@ def _check_fields(fields: dict[str, Any], source: str) -> None:
         )
         if not is_token or not _is_id(token.get("id")):
             raise CheckpointError(
-                f"{source}: added_tokens[{index}] is {shown(token)}; content, a text, and id, 0 to"
-                f" {MAX_ID:,}, are needed."
+                f"{source}: added_tokens[{index}] is {shown(token)}; it needs content, a text, and id,"
+                f" 0 to {MAX_ID:,}."
             )
 
 

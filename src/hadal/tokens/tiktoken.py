@@ -67,14 +67,14 @@ def tokenizer_fields(folder: Path, *, with_merges: bool = True) -> dict[str, Any
         config_path,
         "tokenizer",
         error=CheckpointError,
-        hint="The model's folder is not complete.",
+        hint="The model's folder is incomplete.",
         ignored=IGNORED,
     )
     kind = config.get("tokenizer_class")
     pattern = _PATTERNS.get(kind) if isinstance(kind, str) else None
     if pattern is None:
         raise CheckpointError(
-            f"{config_path}: tokenizer_class is {shown(kind)}; how it cuts a text is not known. With"
+            f"{config_path}: tokenizer_class is {shown(kind)}, which is not supported. With"
             f" a {FILE}, {', '.join(map(repr, _PATTERNS))} can be read."
         )
     tokens = _read_tokens(folder / FILE)
@@ -133,13 +133,13 @@ def _read_tokens(path: Path) -> list[bytes]:
             token = b""
         if not token or rank.strip() != str(len(tokens)):
             raise CheckpointError(
-                f"{path}: line {number} is {shown(line)}; a token in base64, a space and the rank"
-                f" {len(tokens)} are needed."
+                f"{path}: line {number} is {shown(line)}; it needs a token in base64, a space and the rank"
+                f" {len(tokens)}."
             )
         tokens.append(token)
     known = set(tokens)
     if len(known) < len(tokens):
-        raise CheckpointError(f"{path}: a token stands there twice.")
+        raise CheckpointError(f"{path}: a token occurs twice; the file is damaged.")
     if missing := [byte for byte in range(256) if bytes([byte]) not in known]:
         raise CheckpointError(
             f"{path}: there is no token for byte {missing[0]}; the file is damaged or cut off."
@@ -169,8 +169,8 @@ def _added_tokens(config: dict[str, Any], path: Path, num_tokens: int) -> Iterat
         is_id = key.isascii() and key.isdecimal() and len(key) < _MAX_ID_DIGITS
         if not isinstance(content, str) or not content or not is_id or int(key) < num_tokens:
             raise CheckpointError(
-                f"{path}: added_tokens_decoder[{shown(key)}] is {shown(token)}; content, a text, and"
-                f" an id from {num_tokens} on are needed, behind the tokens of {FILE}."
+                f"{path}: added_tokens_decoder[{shown(key)}] is {shown(token)}; it needs content, a text,"
+                f" and an id of at least {num_tokens}, after the tokens of {FILE}."
             )
         yield {
             "id": int(key),

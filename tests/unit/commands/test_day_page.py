@@ -33,10 +33,10 @@ SECTIONS = (
     "The day",
     "Load and nodes",
     "Income and cost",
-    "What users get, and what the cache saves",
+    "Speed for users, and cache hits",
     "Latency",
     "Balance over ranks",
-    "Fluid beside windows",
+    "Fluid model and windows",
     "What if",
     "Assumptions",
 )
@@ -223,7 +223,7 @@ def test_without_windows_the_rest_is_there() -> None:
     page = Page(text_of({**RESULT, "hours": hours, **nothing}))
     assert page.figures.keys() == {"load", "money", "speed", "hits"}
     assert page.text.count("No window ran") == 4
-    assert "No other case was asked for." in page.text
+    assert "No other case was simulated." in page.text
 
 
 def test_a_page_of_a_huge_unit_stays_readable() -> None:
@@ -314,10 +314,10 @@ def test_the_day_beside_what_was_published() -> None:
     table = headline(RESULT)
     assert row(table, "Nodes, mean") == ["Nodes, mean", "226.10", "226.75", "−0.29 %"]
     assert row(table, "Hit rate") == ["Hit rate", "56.2 %", "56.3 %", "−0.06 points"]
-    assert row(table, "Output tokens/s of a user")[1:] == ["21.1", "20.0 to 22.0", "within"]
+    assert row(table, "Output tokens/s per user")[1:] == ["21.1", "20.0 to 22.0", "within"]
     assert row(table, "Prefill nodes, mean")[2:] == ["–", "–"]
     outside = headline({**RESULT, "tokens_per_s_user": 18.0})
-    assert row(outside, "Output tokens/s of a user")[3] == "−10.00 %", "of the nearer end"
+    assert row(outside, "Output tokens/s per user")[3] == "−10.00 %", "of the nearer end"
 
 
 def test_without_published_figures_there_are_no_columns_for_them() -> None:

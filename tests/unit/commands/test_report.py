@@ -119,12 +119,12 @@ def test_a_dash_has_a_reason(ledger: str, tmp_path: Path) -> None:
     text = call("--ledger", ledger, "--by", "tenant").stdout
     assert "- " not in text[text.index("tenant ") :].replace("─", "")
     assert "Nodes and cost are in the total only" in text
-    assert "- under nodes: none of its own" in call("--ledger", ledger, "--by", "model").stdout
+    assert "- under nodes: no nodes of its own" in call("--ledger", ledger, "--by", "model").stdout
     path = str(tmp_path / "refused.sqlite")
     fact = RequestFact("e", "t", "m", 0, 0, 0, 0, "503", NOW_S - 9, NOW_S - 8)
     write(path, PackedFacts((fact,)))
     text = call("--ledger", path, "--by", "tenant").stdout
-    assert "- under other heads: no prompt was answered" in text
+    assert "- in other columns: no prompt was answered" in text
 
 
 def test_other_prices_than_were_charged(ledger: str) -> None:
@@ -153,7 +153,7 @@ def test_no_ledger_says_how_to_get_one_and_makes_none(tmp_path: Path) -> None:
     result = call("--ledger", str(tmp_path / "none.sqlite"))
     assert result.exit_code == 2
     assert "there is no ledger at" in result.stderr
-    assert "`hadal serve` writes one" in result.stderr
+    assert "`hadal serve` creates one" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,17 +172,17 @@ def test_a_quiet_time_says_when_the_last_request_was(
     asked = {"last": "1h", "by": "hour", "as_json": False, "prices": "", "is_utc": True}
     run(**asked, ledger=ledger, now_s=NOW_S + 10 * 86_400)
     text = capsys.readouterr().out
-    assert "No request ended in this time; the last one did at" in text
+    assert "No request ended in this period; the last one ended at" in text
     assert time.strftime("%Y-%m-%dT%H:%M", time.gmtime(NOW_S - 30)) in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--last", "soon"), "say it as 90m, 24h, 7d or 2w"),
-        (("--last", "0h"), "say it as 90m"),
-        (("--tenant", "--by", "model"), "leave one out"),
-        (("--last", "999999w"), "3660d at most"),
+        (("--last", "soon"), "write it as 90m, 24h, 7d or 2w"),
+        (("--last", "0h"), "write it as 90m"),
+        (("--tenant", "--by", "model"), "leave one of them out"),
+        (("--last", "999999w"), "at most 3660d"),
         (("--by", "day"), "by hour, model, tenant"),
         (("--prices", "cheap"), "HIT/MISS/OUT"),
         (("--ledger", "mysql://h/d"), "SQLite or PostgreSQL"),

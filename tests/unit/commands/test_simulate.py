@@ -53,7 +53,7 @@ def test_a_day_in_two_processes(tmp_path: Path) -> None:
     assert [one["name"] for one in found["what_ifs"]] == ["as asked"]
     assert found["seconds"] > 0
     page = Page((out / "report.html").read_text().replace(PLOTLY, ""))
-    said = ("small", "Tokens a second, prefill", "Core attention, prefill")
+    said = ("small", "Tokens per second, prefill", "Core attention, prefill")
     assert all(words in page.text for words in said)
     income = page.figures["money"]["data"][0]
     assert income["y"] == [hour["income_usd"] for hour in found["hours"]]
@@ -106,11 +106,11 @@ def test_help_says_what_it_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--hours", "25"), "hours are 0 to 23"),
-        (("--hours", ","), "no hour is named"),
-        (("--preset", "monday"), "known are deepseek-day"),
+        (("--hours", "25"), "use hours from 0 to 23"),
+        (("--hours", ","), "names no hour"),
+        (("--preset", "monday"), "use one of deepseek-day"),
         (("--config", "nowhere.toml"), "nowhere.toml: no such study file"),
-        (("--hardware", "h900"), "known are h800"),
+        (("--hardware", "h900"), "use one of h800"),
         (("--prices", "1/2"), "HIT/MISS/OUT"),
         (("--gpu-hour-usd", "0.00000001"), "at most 6 decimals"),
     ],
@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     for out in (taken, taken / "day"):
         result = run("--out", str(out))
         assert result.exit_code == 2
-        assert f"--out {out} cannot be made: " in result.stderr
+        assert f"--out {out} cannot be created: " in result.stderr
         assert len(result.stderr.splitlines()) == 1
 
 

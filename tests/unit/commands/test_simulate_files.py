@@ -89,9 +89,9 @@ def test_options_go_before_the_file_and_both_before_the_preset(file: Path) -> No
         ("[workload]\nmessage = 3", "message must be a table"),
         ("[workload.message]\nmode = 3", "unknown field 'mode'. Known: median, sigma, limit"),
         ("[workload]\nshares = [1.0]", "day.toml: workload.shares has 1 numbers"),
-        ("hardware = 'h900'", "day.toml: hardware 'h900' is not known; known are"),
-        ("[window]\nseconds = 0", "window.seconds is 0.0: more than 0"),
-        ("[decode]\nranks = 100", "do not divide over 100"),
+        ("hardware = 'h900'", "day.toml: hardware 'h900' is unknown; use one of"),
+        ("[window]\nseconds = 0", "window.seconds is 0.0; it must be above 0"),
+        ("[decode]\nranks = 100", "do not divide evenly among 100"),
     ],
 )
 def test_a_file_that_is_none_is_said(text: str, why: str, file: Path) -> None:
@@ -108,7 +108,7 @@ def test_an_option_for_what_the_file_has_as_no_table_is_said(file: Path) -> None
 
 def test_a_preset_that_is_none_is_said() -> None:
     with pytest.raises(
-        ConfigError, match=r"--preset 'monday' is unknown; known are deepseek-day\."
+        ConfigError, match=r"--preset 'monday' is unknown; use one of deepseek-day\."
     ):
         read_study("monday", None, {})
     with pytest.raises(ConfigError, match=r"options: .*HIT/MISS/OUT"):
@@ -132,7 +132,7 @@ def test_hours_are_those_of_beijing(text: str, hours: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["24", "-1", "22-2", "a", "3-x", "1.5", ",", " "])
 def test_hours_that_are_none_are_said(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--hours .* hours are 0 to 23, such as 0-5,14"):
+    with pytest.raises(ConfigError, match=r"--hours .* hours from 0 to 23, such as 0-5,14"):
         hours_of(text)
 
 

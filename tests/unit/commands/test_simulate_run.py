@@ -152,7 +152,7 @@ def test_an_alternative_that_cannot_be_says_why_and_ends_nothing() -> None:
     lost = row("no promise")
     assert "no batch reaches a TPOT of 1 ms" in lost["name"]
     assert lost.keys() == {"name"}
-    assert "with one request a rank, a decode unit of 16 H200 takes" in row("neither")["name"]
+    assert "with one request per rank, a decode unit of 16 H200 takes" in row("neither")["name"]
     assert row("neither").keys() == {"name"}
 
 
@@ -168,7 +168,7 @@ def test_what_was_asked_and_cannot_be_is_an_error() -> None:
 @pytest.mark.promise("A TPOT below the priced time of one request a rank is refused at once.")
 def test_a_promise_that_no_unit_keeps_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(
-        ConfigError, match=r"with one request a rank, a decode unit of 16 H200 takes 1\d\.\d ms"
+        ConfigError, match=r"with one request per rank, a decode unit of 16 H200 takes 1\d\.\d ms"
     ):
         check_promise(tiny(tpot_ms=1.0))
     check_promise(tiny())
@@ -224,7 +224,7 @@ def test_the_work_there_is_grows_with_what_is_asked() -> None:
 
 def test_a_process_that_dies_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate_stages, "cache_day", die)
-    with pytest.raises(HadalError, match="want of memory: try --jobs 1, or a shorter --window"):
+    with pytest.raises(HadalError, match="memory ran out: use --jobs 1, or a shorter --window"):
         simulate(SimulationPlan(tiny(), (), (), 1), _tell)
 
 

@@ -34,8 +34,8 @@ def test_the_days_figures_stand_beside_the_published_ones() -> None:
     assert "deepseek-day on H800" in text
     assert line(text, "nodes, mean") == ["nodes, mean", "226.75", "226.10", "-0.3%"]
     assert line(text, "tokens in, 10^9") == ["tokens in, 10^9", "608.0", "608.3", "+0.1%"]
-    assert line(text, "tokens/s for a user") == [
-        "tokens/s for a user",
+    assert line(text, "tokens/s per user") == [
+        "tokens/s per user",
         "20 to 22",
         "21.1",
         "within",
@@ -49,7 +49,7 @@ def test_the_days_figures_stand_beside_the_published_ones() -> None:
 def test_beyond_a_published_range_is_outside() -> None:
     for speed in (19.9, 22.1):
         text = shown(day_table({**result(), "tokens_per_s_user": speed}))
-        assert line(text, "tokens/s for a user")[-1] == "outside"
+        assert line(text, "tokens/s per user")[-1] == "outside"
 
 
 def test_a_day_of_its_own_stands_alone_and_gaps_are_dashes() -> None:

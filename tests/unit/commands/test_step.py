@@ -39,9 +39,9 @@ def test_balanced_routing_stands_beside_what_is_expected() -> None:
     assert expected["expert_imbalance"] > even["expert_imbalance"] == 1.0
     assert expected["balanced_step_ms"] == even["balanced_step_ms"] == even["step_ms"]
     assert even["step_ms"] < expected["step_ms"]
-    assert "Were routing balanced" in run("--phase", "prefill").stdout
+    assert "With balanced routing" in run("--phase", "prefill").stdout
     shown = run("--phase", "prefill", "--expert-imbalance", "1").stdout
-    assert "Were routing balanced" not in shown
+    assert "With balanced routing" not in shown
 
 
 def test_drafts_and_plans() -> None:
@@ -58,7 +58,7 @@ def test_the_table_explains_the_step() -> None:
     result = run("--ep", "128", "--batch", "128", "--kv", "4096", "--hardware", "h100")
     assert result.exit_code == 0
     stages = ("core attention", "dispatch", "output head", "link mb0")
-    for words in (*stages, "ms a step", "extrapolated", "of HBM"):
+    for words in (*stages, "ms per step", "extrapolated", "of HBM"):
         assert words in result.stdout
     assert "…" not in result.stdout, "fits 80 columns"
     assert "it does not fit" in run("--batch", "400").stdout
@@ -79,15 +79,18 @@ def test_the_trace_is_chromes(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--phase", "warmup"], "decode or prefill"),
-        (["--hardware", "h900"], "known are h800"),
+        (["--hardware", "h900"], "use one of h800"),
         (["--batch", "0"], "requests of a rank: 0"),
-        (["--ep", "100", "--redundant", "32"], "do not divide over 100"),
+        (["--ep", "100", "--redundant", "32"], "do not divide evenly among 100"),
         (["--ep", "0"], "0 ranks"),
-        (["--plan", "quick"], "known are auto"),
+        (["--plan", "quick"], "use one of auto"),
         (["--mtp-accept", "0.8"], "give --mtp-tokens as well"),
-        (["--tokens", "16384"], "--tokens is not for --phase decode"),
-        (["--phase", "prefill", "--batch", "8"], "--batch is not for --phase prefill"),
-        (["--phase", "prefill", "--prompt", "100", "--cached", "100"], "some must be computed"),
+        (["--tokens", "16384"], "--tokens does not apply to --phase decode"),
+        (["--phase", "prefill", "--batch", "8"], "--batch does not apply to --phase prefill"),
+        (
+            ["--phase", "prefill", "--prompt", "100", "--cached", "100"],
+            "at least one must be computed",
+        ),
         (["--experts-dtype", "int4"], "experts in 'int4'"),
         (["--trace", "/no/such/folder/step.json"], "cannot be written"),
     ],

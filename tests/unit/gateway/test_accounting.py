@@ -395,5 +395,5 @@ async def test_the_host_tells_when_units_come_and_go(model: ServedModel) -> None
 
 def test_prices_that_cannot_be_read_are_an_error() -> None:
     deployment = Deployment(model="x", ledger=LedgerConfig(prices="cheap"))
-    with pytest.raises(ValueError, match="no price list"):
+    with pytest.raises(ValueError, match="not a price list"):
         Accounting(deployment, "m", List(), dict, GatewayClock(lambda: 0.0, lambda: 0.0))

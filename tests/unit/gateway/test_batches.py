@@ -507,7 +507,7 @@ async def test_a_store_that_is_down_at_the_start_is_waited_for(
         folder.unlink()
         request_ids = await end(it, await begin(it))
         assert len(request_ids) == NUM_LINES
-    assert caplog.text.count("batches stand still") == 1, "once for as long as it lasts"
+    assert caplog.text.count("batches are paused") == 1, "once for as long as it lasts"
 
 
 async def test_each_path_says_all_its_methods(model: ServedModel, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
     ).ids
     assert model.vocabulary.control_ids[EOS] not in ids
     assert model.vocabulary.decode(ids) == EOS + "hi"
-    with pytest.raises(RequestError, match="messages is the server's"):
+    with pytest.raises(RequestError, match="messages is set by the server"):
         chat.prompt(
             [Turn("user", "hi")], Rendering(template_kwargs={"messages": "x"}), max_tokens=MAX
         )
@@ -341,6 +341,6 @@ def test_a_template_that_takes_no_system_messages_alone_says_so(folder: Path) ->
     picky = (
         "{% if messages[-1]['role'] != 'user' %}{{ raise_exception('Ask') }}{% endif %}" + TEMPLATE
     )
-    with pytest.raises(RequestError, match="no system messages alone") as caught:
+    with pytest.raises(RequestError, match="cannot render system messages alone") as caught:
         num_public(folder, picky, ("system", LONG), ("user", "a"))
     assert caught.value.param == "cache_salt"

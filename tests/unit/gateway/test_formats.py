@@ -65,7 +65,7 @@ def test_a_keyword_that_is_not_supported_is_named(formats: Formats) -> None:
 def test_a_schema_that_no_text_satisfies_is_refused(
     formats: Formats, follows_reasoning: bool
 ) -> None:
-    with pytest.raises(RequestError, match="no text satisfies it"):
+    with pytest.raises(RequestError, match="no text can satisfy the schema"):
         formats.text(AnswerFormat("mine", {"$ref": "#"}), follows_reasoning=follows_reasoning)
 
 

@@ -339,7 +339,7 @@ def test_what_cannot_be_followed_is_said_of_the_tool(formats: Formats) -> None:
 def test_a_prefix_is_looked_at(formats: Formats) -> None:
     wanted = AnswerFormat("mine", CITY.arguments)
     formats.text(wanted, follows_reasoning=False, prefix='{"name": "')
-    with pytest.raises(RequestError, match="prefix is no beginning of such an answer, from byte 2"):
+    with pytest.raises(RequestError, match="the prefix does not match the schema from byte 2"):
         formats.text(wanted, follows_reasoning=False, prefix='{"size": 1')
 
 

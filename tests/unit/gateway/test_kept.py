@@ -136,7 +136,7 @@ async def test_any_gateway_finds_what_another_keeps(owner: int, asked: int) -> N
     assert await there.turns_before("t", response_id) == entry("long").turns
     assert await there.get("t", response_id, deletes=True) is not None
     assert await there.get("t", response_id) is None
-    with pytest.raises(RequestError, match="not kept here"):
+    with pytest.raises(RequestError, match="not stored for this API key"):
         await there.turns_before("t", response_id)
 
 

@@ -168,7 +168,7 @@ def test_a_format_by_its_older_name() -> None:
     assert parse(output_format=format) == parse(output_config={"format": format})
     assert parse(output_format=format).ask.format is not None
     other = {**format, "schema": {"type": "array"}}
-    with pytest.raises(RequestError, match="say different things"):
+    with pytest.raises(RequestError, match="output_format differ"):
         parse(output_format=format, output_config={"format": other})
 
 

@@ -474,7 +474,7 @@ def test_small_fields_are_not_read_when_they_are_long() -> None:
         ("stop_token_ids", [1] * 200_000),
         ("logit_bias", {str(i): 1 for i in range(40_000)}),
     ):
-        with pytest.raises(RequestError, match="too long") as caught:
+        with pytest.raises(RequestError, match="shorten it") as caught:
             completion(**{name: value})
         assert caught.value.param == name
 

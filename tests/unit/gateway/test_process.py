@@ -94,7 +94,7 @@ async def test_drain_lets_streams_finish(
         monkeypatch.setattr(process, "_SHUTDOWN_S", 0.2)
 
     def num_told() -> int:
-        return caplog.text.count("ending: 1 generations still run")
+        return caplog.text.count("draining: 1 generations still run")
 
     units = FakeUnits(spell(model, "abc", then_stop=False), step_s=0.002)
     gateway = gateway_of(model, units)
@@ -152,7 +152,7 @@ async def test_what_fails_beside_the_streams_begins_again(
         await wait_for(lambda: looks == 3, "it looks a third time")
         assert (await client.get("/v1/models")).status_code == 200
     assert looks == 3
-    assert caplog.text.count("writing down which units are up failed") == 2
+    assert caplog.text.count("recording which units are up failed") == 2
     assert "no such unit" in caplog.text
 
 

@@ -119,9 +119,9 @@ def test_plain_pointers_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"$ref": "http://elsewhere/x"}, "within the schema only"),
-        (asking("#zz", {"A": {"$anchor": "aa"}}), "no anchor 'zz'"),
-        (asking("#/$defs/%20", {"A": {}}), "leads nowhere"),
+        ({"$ref": "http://elsewhere/x"}, "a part of the same schema"),
+        (asking("#zz", {"A": {"$anchor": "aa"}}), "a missing anchor 'zz'"),
+        (asking("#/$defs/%20", {"A": {}}), "a missing pointer"),
         (
             {
                 "$anchor": "a",

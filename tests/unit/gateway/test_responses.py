@@ -344,7 +344,7 @@ async def test_items_of_a_response_are_named_instead_of_sent(model: ServedModel)
         kinds = [item["type"] for item in listed if item["id"] in ids]
         assert kinds == ["message", "reasoning"] * 2
         refused = await ask(it, mine, input=[*named, named[0]])
-        assert "is named twice" in error_of(refused, 400)["message"]
+        assert "is referenced twice" in error_of(refused, 400)["message"]
         refused = await ask(it, other, input=items)
         assert error_of(refused, 400)["param"] == "input[1].id"
 
@@ -356,7 +356,7 @@ def test_named_items_are_no_longer_than_a_body_that_sends_them() -> None:
     ).encode()
     assert set(items_in([body], ["msg_1"], 1000)) == {"msg_1"}
     assert set(items_in([body], ["msg_2", "msg_3"], 100)) == {"msg_2"}
-    with pytest.raises(RequestError, match="more than 500 bytes"):
+    with pytest.raises(RequestError, match="exceed 500 bytes"):
         items_in([body], ["msg_1"], 500)
 
 
@@ -462,7 +462,7 @@ async def test_where_nothing_is_kept_it_is_said(model: ServedModel) -> None:
         made = (await ask(it)).json()
         assert made["store"] is False
         reply = await ask(it, previous_response_id=made["id"])
-        assert "keeps no responses" in error_of(reply, 400)["message"]
+        assert "stores no responses" in error_of(reply, 400)["message"]
 
 
 # ---- OpenAI's client ----

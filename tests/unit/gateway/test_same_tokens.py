@@ -40,7 +40,8 @@ def outcome(seed: int, folder: Path) -> str:
     try:
         vocabulary = read_vocabulary(folder)
     except CheckpointError as error:
-        return "refused: " + str(error).partition(": ")[2][:40]
+        text = str(error)
+        return "refused: " + (text.partition(": ")[2] or text.partition(" ")[2])[:40]
     assert read_special_tokens(folder) == theirs.special_tokens_map, seed
     for _ in range(NUM_TEXTS):
         text = draw_text(rng, contents)

@@ -31,7 +31,7 @@ def wide(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"x-guidance": {}}, "is ours"),
+        ({"x-guidance": {}}, "is reserved for the server"),
         (deep(MAX_SCHEMA_DEPTH + 1), "deeper"),
         (wide(const=2**53 + 1), "'const'"),
         (wide(enum=["a", {"id": [1234567890123456789]}]), "'enum'"),
@@ -40,14 +40,17 @@ def wide(**fields: Any) -> dict[str, Any]:
         (wide(multipleOf=10**20), "'multipleOf'"),
         (wide(type="object", minProperties=2), "'minProperties'"),
         (wide(type="object", minProperties=3, required=["a"], properties={"a": {}}), "'minPro"),
-        (NODE, "holds itself"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": NODE}}, "holds itself"),
+        (NODE, "contains itself"),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": NODE}},
+            "contains itself",
+        ),
         (
             {
                 "$defs": {"l": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/l"}}},
                 "anyOf": [{"$ref": "#/$defs/l"}, {"allOf": [{}, NODE]}],
             },
-            "holds itself",
+            "contains itself",
         ),
     ],
 )

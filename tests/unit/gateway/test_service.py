@@ -238,7 +238,7 @@ async def test_a_request_that_is_not_read_in_time_is_told(model: ServedModel) ->
     try:
         held = asyncio.create_task(service.off_loop(TENANT, lambda: go.wait(DEADLINE_S), 0))
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match=r"not read after 0\.05 s") as caught:
+        with pytest.raises(ApiError, match=r"not processed within 0\.05 s") as caught:
             await service.off_loop(TENANT, lambda: None, 0)
         assert caught.value.status == 504
         go.set()

@@ -146,14 +146,14 @@ def test_a_chat_at_a_terminal(model: ServedModel, tmp_path: Path) -> None:
     with serving(model, spell(model, answer)) as it:
         first = Typist(it.url, tmp_path)
         first.type("", "> ")
-        first.type("how are you\r", "first after")
-        first.type('"""\rtwo\rlines\r"""\r', "first after", 2)
+        first.type("how are you\r", "first token")
+        first.type('"""\rtwo\rlines\r"""\r', "first token", 2)
         assert first.leave() == 0
         second = Typist(it.url, tmp_path)
         second.type("", "> ")
         for _ in range(5):
             second.type("\x1b[A", "")  # Up, through the lines of the last chat.
-        second.type("\r", "first after")
+        second.type("\r", "first token")
         assert second.leave() == 0
         asked = [
             model.vocabulary.decode(generation.prompt) for generation in it.world.units.submitted
@@ -191,8 +191,8 @@ def test_what_a_model_writes_tells_the_terminal_nothing() -> None:
     [
         ('{"error": "overloaded"}', "overloaded"),
         ('{"error": {"message": "too much"}}', "too much"),
-        ('{"choices": 3}', "no answer"),
-        ("what?", "no answer"),
+        ('{"choices": 3}', "answer is invalid"),
+        ("what?", "answer is invalid"),
     ],
 )
 def test_whatever_a_server_sends_is_one_line(event: str, said: str) -> None:

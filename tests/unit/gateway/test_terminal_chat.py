@@ -52,10 +52,10 @@ def test_turns_and_commands(model: ServedModel) -> None:
     assert shown.count("tokens/s") == 3
     for said in (
         "temperature 0.5",
-        "a number from 0 to 2 is needed",
+        "use a number from 0 to 2",
         "forgotten",
         "/clear ",
-        "/nothing: no such command",
+        "/nothing: unknown command",
     ):
         assert said in shown
     assert len(asked) == 3
@@ -70,7 +70,7 @@ def test_refusals(model: ServedModel) -> None:
     with serving(model, spell(model, TEXT), keys=("k",)) as it:
         assert talk(it.url, "hi\n") == (
             1,
-            "hadal chat: 401: the server wants an API key that it knows: give --api-key, or HADAL_API_KEY.\n",
+            "hadal chat: 401: the server needs a valid API key: set --api-key or HADAL_API_KEY.\n",
         )
         assert talk(f"{it.url}/v1/", "hi\n", api_key="k")[0] == 0
         code, shown = talk(it.url, "hi\n", api_key="k", model="other")

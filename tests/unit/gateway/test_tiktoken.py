@@ -180,11 +180,14 @@ def lines_changed(change: Callable[[list[str]], list[str]]) -> Callable[[Path], 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda lines: [*lines[:300], "no", *lines[301:]], "line 301 is 'no'; a token in base64"),
+        (
+            lambda lines: [*lines[:300], "no", *lines[301:]],
+            "line 301 is 'no'; it needs a token in base64",
+        ),
         (lambda lines: [*lines[:300], "YWI= 7", *lines[301:]], "line 301 is 'YWI= 7'; .* rank 300"),
         (lambda lines: [*lines[:300], "Y=I= 300", *lines[301:]], "line 301 is 'Y=I= 300'"),
         (lambda lines: [*lines[:300], " 300", *lines[301:]], "line 301 is ' 300'"),
-        (lambda lines: [*lines[:300], lines[3][:4] + " 300"], "a token stands there twice"),
+        (lambda lines: [*lines[:300], lines[3][:4] + " 300"], "a token occurs twice"),
         (lambda lines: lines[:100], "there is no token for byte .*; the file is damaged or cut"),
         (lambda lines: [], "there is no token for byte 0"),
         (lambda lines: [*lines[:300], "é 300"], "line 301 is 'é 300'"),
@@ -201,8 +204,8 @@ def test_damaged_vocabularies(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tokenizer_class": "Other"}, "tokenizer_class is 'Other'; how it cuts a text is not"),
-        ({"tokenizer_class": None}, "tokenizer_class is None; how it cuts"),
+        ({"tokenizer_class": "Other"}, "tokenizer_class is 'Other', which is not supported"),
+        ({"tokenizer_class": None}, "tokenizer_class is None, which is"),
         ({"added_tokens_decoder": [1]}, r"added_tokens_decoder is \[1\]; an object"),
         ({"added_tokens_decoder": {"x": {"content": "a"}}}, r"added_tokens_decoder\['x'\] is"),
         ({"added_tokens_decoder": {"5": {"content": "a"}}}, r"added_tokens_decoder\['5'\] is"),
@@ -222,5 +225,5 @@ def test_a_configuration_that_does_not_go_with_it(
 def test_a_tokenizer_json_goes_first(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: decoder is not ByteLevel"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: decoder is .*, not ByteLevel"):
         read_vocabulary(tmp_path)

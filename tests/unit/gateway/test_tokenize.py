@@ -101,7 +101,7 @@ def test_a_text_with_a_gap(model: ServedModel) -> None:
     assert list(choice.generation.prompt) == [begin, *before, hole, *behind, end]
     for mark in (begin, hole, end):
         assert choice.generation.prompt.count(mark) == 1
-    with pytest.raises(RequestError, match="it has no tokens for what is before") as caught:
+    with pytest.raises(RequestError, match="it has no tokens for filling in the middle") as caught:
         completion(model, prompt="a", suffix="b")
     assert caught.value.param == "suffix"
     assert completion(model, prompt="a", suffix="").num_prompt_tokens

@@ -562,7 +562,7 @@ def test_a_reply_goes_on_from_a_reasoning() -> None:
             assert VOCABULARY.decode(prompt.ids) == text
             assert prompt.ids.count(VOCABULARY.control_ids["</think>"]) == bool(prefix)
             assert prompt.thinks == prompt.has_thought == (not prefix)
-        with pytest.raises(RequestError, match="has no reasoning to go on from"):
+        with pytest.raises(RequestError, match="has no reasoning to continue"):
             chat.prompt([Turn("user", "a")], Rendering(reasoning="Two"), max_tokens=9999)
 
 
@@ -577,12 +577,12 @@ def test_a_model_that_was_not_taught_says_so(tmp_path: Path) -> None:
             "x",
         )
     ) as chat:
-        with pytest.raises(RequestError, match="was not taught to call tools"):
+        with pytest.raises(RequestError, match="does not support tools"):
             chat.prompt(
                 [Turn("user", "a")], Rendering(choosing=Choosing((WEATHER,))), max_tokens=99
             )
         result = Turn("tool", "rain", call_id="c1")
-        with pytest.raises(RequestError, match="was not taught to call tools"):
+        with pytest.raises(RequestError, match="does not support tools"):
             chat.prompt([result], max_tokens=99)
 
 

@@ -65,8 +65,8 @@ def test_a_tokenizer_over_which_its_library_panics_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"decoder": {"type": "Fuse"}}, "decoder is not ByteLevel"),
-        ({"decoder": None}, "decoder is not ByteLevel"),
+        ({"decoder": {"type": "Fuse"}}, "decoder is .*, not ByteLevel"),
+        ({"decoder": None}, "decoder is .*, not ByteLevel"),
         ({"model": {"type": "Nothing", "vocab": {}}}, "is not a usable tokenizer"),
         ({"model": {}}, r"model\.vocab must give every token an id"),
         ({"added_tokens": [{"id": 1}]}, r"added_tokens\[0\] is"),

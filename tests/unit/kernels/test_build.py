@@ -149,7 +149,7 @@ def test_a_compiler_that_does_not_end_is_ended_with_all_its_processes(
     [
         ("no-such-compiler", 0, "Hadal runs without them, slower"),
         ("exit 1", 0, "Hadal runs without them, slower"),
-        ("sleep 60", 1, "try again when there is less to do"),
+        ("sleep 60", 1, "try again when it has less to do"),
         ("", 0, "HADAL_KERNELS is plain"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_folder_is_the_same_for_every_process(
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "kv").touch()
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         planned(folder=str(tmp_path / "kv"))
 
 
@@ -129,7 +129,7 @@ def test_a_disk_that_cannot_hold_it_is_a_warning(
         os, "statvfs", lambda path: little if Path(path) == tmp_path else real(path)
     )
     (warning,) = planned(folder=str(tmp_path), disk_mb=3).memory.warnings
-    assert "has room for" in warning
+    assert "are free in" in warning
     # Existing segments are overwritten: a full cache starts again without a warning.
     (tmp_path / "segment").write_bytes(bytes(2 * 2**20))
     assert planned(folder=str(tmp_path), disk_mb=3).memory.warnings == ()

@@ -85,12 +85,12 @@ def test_what_a_person_reads_of_the_published_plan(v3: Resolved) -> None:
         "EP144, nodes 12-29",
         "9 routed + 1 shared, in each of 58 layers",
         "2 routed + 1 shared",
-        "7,408 bytes a message",
-        "14,336 bytes a row",
+        "7,408 bytes per message",
+        "14,336 bytes per row",
         "DeepEP 2.15 GB",
         "decode_five",
         "prefill_dual",
-        "one layer's experts once more",
+        "a second copy of one layer's experts",
         "cannot run on this host: it needs 30 nodes of 8 GPUs",
     ):
         assert words in text
@@ -117,7 +117,7 @@ def test_the_laptops_units_of_many_ranks_run_on_any_host() -> None:
 
 
 def test_a_plan_that_is_wrong_everywhere_names_the_field() -> None:
-    with pytest.raises(ConfigError, match=r"decode\.redundant_experts = 2 would"):
+    with pytest.raises(ConfigError, match=r"Set decode\.redundant_experts to 2"):
         plan(Deployment(device="cpu", decode=UnitsConfig(ranks=3, redundant_experts=1)))
 
 
@@ -128,7 +128,7 @@ def test_a_cluster_is_told_what_no_host_can_run() -> None:
     found = plan(on_ray)
     reasons = why_not_run(found)
     assert "deepep" in reasons[0]
-    assert reasons[1].startswith("a prefill rank holds 2")
+    assert reasons[1].startswith("a prefill rank needs 2")
     assert "cannot run on a cluster: transport" in text_of(found)
     small = plan(Deployment(device="cpu", cluster=ClusterConfig(on="ray")))
     assert why_not_run(small) == []

@@ -95,7 +95,7 @@ def test_a_role_without_a_disk_asks_for_none() -> None:
         wire = ZmqWire("prefill-1", Path(sockets))
         host = UnitHost(Script(), Runner(), wire, SideParts(pool), LiveClock(), step_deadline_s=60)
         try:
-            with pytest.raises(TypeError, match="does not ask for StoreBlocks"):
+            with pytest.raises(TypeError, match="cannot apply the effect StoreBlocks"):
                 host.run([StoreBlocks(3, NAMES, (0, 1), (1, 2))])
         finally:
             host.close()

@@ -195,7 +195,9 @@ def test_a_node_that_is_found_and_silent_is_told_of(world: World) -> None:
     world.nodes.tick(5.9)
     assert world.nodes.complaint() == ""
     world.nodes.tick(6.1)
-    assert world.nodes.complaint().startswith("no agent speaks from node 2, 5 s after Ray found it")
+    assert world.nodes.complaint().startswith(
+        "no report from the agent of node 2, 5 s after Ray found"
+    )
     assert world.nodes.complaint() == "", "once"
 
 
@@ -292,8 +294,8 @@ def test_a_number_that_no_node_has_is_nothing(world: World) -> None:
     ("address", "says"),
     [
         ("127.0.0.1:6379", "a loopback address"),
-        ("nobody", "leads nowhere"),
-        ("auto", "leads nowhere"),
+        ("nobody", "cannot be used"),
+        ("auto", "cannot be used"),
     ],
 )
 def test_a_cluster_that_hosts_cannot_share_is_a_clear_error(

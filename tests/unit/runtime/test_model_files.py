@@ -54,5 +54,5 @@ def test_a_process_that_starts_later_reads_the_same_weights_or_none(tmp_path: Pa
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match="are not those that this server was started"):
+    with pytest.raises(CheckpointError, match="have changed since this server was started"):
         check_model(run)

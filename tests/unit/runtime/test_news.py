@@ -11,7 +11,7 @@ from hadal.core.plans import FormPlan, Member, PrefillPlan
 from hadal.roles.ranks.rank import RankProgress, RankRole
 from hadal.runtime.rank.news import News, Noticing
 
-LINE = re.compile(r"noticed that rank (\d+) is gone: (.+)")
+LINE = re.compile(r"rank (\d+) is lost: (.+)")
 
 
 class Runner:
@@ -65,7 +65,7 @@ def test_what_only_the_leader_saw_is_told_when_it_forms_anew(
     news.forming(form(2, "a", "b", ""))
     news.forming(form(2, "a", "b", ""))
     news.forming(form(1, "a", "b", "c"))
-    assert told(caplog) == [(2, "the leader goes on without it")]
+    assert told(caplog) == [(2, "the leader continues without it")]
 
 
 def test_a_replacement_may_be_lost_too(woken: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -146,7 +146,7 @@ def test_a_cluster_where_anybody_may_run_code_is_refused_unless_it_is_allowed(
     cluster = msgspec.structs.replace(DEPLOYMENT.cluster, open_ray="allow")
     allowed = msgspec.structs.replace(DEPLOYMENT, cluster=cluster)
     RayLender(Run("run", allowed), ADDRESS)
-    assert "asks for no token" in caplog.text
+    assert "requires no token" in caplog.text
 
 
 def test_an_autoscaler_hears_of_all_nodes_while_groups_are_asked_for_one_by_one(

@@ -103,7 +103,7 @@ def test_it_is_for_its_owner_and_holds_no_secret(folder: Path) -> None:
 
 def test_a_folder_that_cannot_be_used_is_said(folder: Path) -> None:
     recorded(Role(), "front", MADE, "run", DEPLOYMENT)
-    with pytest.raises(ConfigError, match="there already: give HADAL_RECORD an empty folder"):
+    with pytest.raises(ConfigError, match="exists already: set HADAL_RECORD to an empty folder"):
         recorded(Role(), "front", MADE, "run", DEPLOYMENT)
 
 
@@ -117,7 +117,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_process(
     handle = Recorded(Role(), tape).handle
     assert handle(1.0, Tick()) == [WakeAt(2.0)]
     assert handle(2.0, Tick()) == [WakeAt(3.0)]
-    assert caplog.text.count("the recording ends here") == 1
+    assert caplog.text.count("the recording stops here") == 1
 
 
 def test_reading_a_folder(tmp_path: Path) -> None:

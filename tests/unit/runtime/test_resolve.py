@@ -99,7 +99,7 @@ def test_the_ledger_is_found_and_its_prices_are_tried(
     assert plan(resolved.deployment).deployment == resolved.deployment
     assert list(tmp_path.iterdir()) == []
     for ledger, words in (
-        (LedgerConfig(prices="cheap"), "ledger: 'cheap' is no price list"),
+        (LedgerConfig(prices="cheap"), "ledger: 'cheap' is not a price list"),
         (LedgerConfig(url="mysql://h/d"), "not in mysql"),
         (LedgerConfig(gpu_hour_usd=0.12345678), "at most 6 decimals"),
     ):
@@ -220,7 +220,7 @@ def test_an_instruction_set_that_is_none_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_too_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_module, "available_bytes", lambda: 1 << 20)
-    assert "want of memory" in resolve(Deployment()).memory.warnings[-1]
+    assert "lack of memory" in resolve(Deployment()).memory.warnings[-1]
 
 
 def test_nixl_that_is_asked_for_and_not_there_says_what_to_install(
@@ -275,7 +275,7 @@ def test_the_banner_tells_what_runs() -> None:
     )
     rows = "\n".join(f"{name}: {text}" for name, text in banner.rows(make_status()))
     assert "decode-0: pid 77, 1 thread, up to 17 requests" in rows
-    assert "256 experts of which 8" in rows
+    assert "256 experts, 8 per token" in rows
     assert "needs an API key" in rows
     curl = banner.curl("http://127.0.0.1:1")
     assert "http://127.0.0.1:1/v1/chat/completions" in curl
@@ -285,8 +285,8 @@ def test_the_banner_tells_what_runs() -> None:
 @pytest.mark.parametrize(
     ("host", "needs_key", "said"),
     [
-        ("0.0.0.0", False, "may ask it and operate it"),
-        ("0.0.0.0", True, "/health and /metrics are open"),
+        ("0.0.0.0", False, "may use and operate it"),
+        ("0.0.0.0", True, "/health and /metrics need no API key"),
         ("127.0.0.1", False, ""),
     ],
 )
@@ -294,7 +294,7 @@ def test_the_banner_tells_who_may_ask(host: str, needs_key: bool, said: str) -> 
     banner = Banner(resolve(Deployment(host=host)), needs_key=needs_key)
     texts = [text for _, text in banner.rows(make_status())]
     assert any(said in text for text in texts)
-    assert any("operate" in text or "are open" in text for text in texts) is bool(said)
+    assert any("operate" in text or "need no API key" in text for text in texts) is bool(said)
 
 
 GPU_BYTES = 2 * 10**9
@@ -323,7 +323,7 @@ def test_ranks_that_do_not_fit_a_gpu_together_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(resolve_module, "gpus", lambda: (GPU_BYTES,))
     units = UnitsConfig(ranks=4, kv_memory_mb=256)
     (reason,) = why_not_run(plan(Deployment(device="cuda", prefill=units, decode=units)))
-    assert "its ranks on GPU 0 hold" in reason
+    assert "the ranks on GPU 0 need" in reason
     assert "FP32" in reason
 
 

@@ -177,8 +177,8 @@ def test_units_that_fill_a_node_of_a_cluster_have_it_for_themselves() -> None:
         ("cuda", "nccl", 3, "a unit needs 4 GPUs"),
         ("cuda", "gloo", 1, ""),
         ("cuda", "gloo", 0, "device is 'cuda'"),
-        ("cuda", "tcp", 8, "'tcp' moves the memory of CPUs"),
-        ("cuda", "deepep", 8, "'deepep' can be planned with and not served"),
+        ("cuda", "tcp", 8, "'tcp' works only for CPUs"),
+        ("cuda", "deepep", 8, "'deepep' can be planned but not served"),
     ],
 )
 def test_what_a_host_lacks_is_said(device: str, transport: str, num_gpus: int, words: str) -> None:

@@ -100,7 +100,7 @@ def test_lists_by_name_and_by_hand() -> None:
     "text", ["", "gpt", "1/2", "1/2/3/4", "1/2/x", "1/-2/3", "1/2/nan", "1/2/0.0000001"]
 )
 def test_what_is_no_list_is_told_what_is(text: str) -> None:
-    with pytest.raises(ValueError, match=r"Take deepseek-chat.*HIT/MISS/OUT"):
+    with pytest.raises(ValueError, match=r"Use deepseek-chat.*HIT/MISS/OUT"):
         price_list(text)
 
 

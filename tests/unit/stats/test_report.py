@@ -253,7 +253,7 @@ def test_json_is_flat_and_can_be_written() -> None:
 
 
 def test_what_makes_no_report_is_refused() -> None:
-    with pytest.raises(ValueError, match="ends after it begins"):
+    with pytest.raises(ValueError, match="must end after it begins"):
         report(Tally(), [], FROM_US, FROM_US)
     with pytest.raises(ValueError, match="by hour, model, tenant"):
         report(Tally(), [], FROM_US, TO_US, by="day")

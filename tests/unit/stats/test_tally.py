@@ -135,7 +135,7 @@ def test_columns_lose_no_token_beyond_a_float() -> None:
 
 def test_columns_that_do_not_fit_together_are_refused() -> None:
     one, two = np.ones(1, dtype=np.int64), np.ones(2, dtype=np.int64)
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="equal lengths"):
         Columns(one, one, one, two, one, one, one, one, one)
     with pytest.raises(ValueError, match="int64"):
         Columns(one, one, one, one.astype(np.float64), one, one, one, one, one)

@@ -54,8 +54,8 @@ async def calibrate(client: httpx.AsyncClient, target: Target, texts: Texts) -> 
     reply = await _try(client, going_on, texts, _TRIED[0])
     if reply.status_code in (400, 422):
         notes.append(
-            "The server does not take ignore_eos: answers end where the model ends them, so they"
-            " are shorter than asked for."
+            "The server does not support ignore_eos: the model ends its answers, so they"
+            " are shorter than requested."
         )
         reply = await _try(client, target, texts, _TRIED[0])
     else:
@@ -76,8 +76,8 @@ async def calibrate(client: httpx.AsyncClient, target: Target, texts: Texts) -> 
         texts = replace(texts, tokens_per_word=per_word, tokens_around=max(0.0, around))
     else:
         notes.append(
-            "The server does not say how many tokens a prompt has: lengths are guessed, at"
-            f" {TOKENS_PER_WORD:g} tokens a word."
+            "The server does not report the tokens of a prompt: lengths are estimates, at"
+            f" {TOKENS_PER_WORD:g} tokens per word."
         )
     return Calibration(target, texts, tuple(notes))
 
@@ -97,11 +97,13 @@ async def _asked(
         async with asyncio.timeout(client.timeout.read):
             reply = await client.request(method, url + path, json=body)
     except TimeoutError:
-        raise BenchError(f"{url}{path} has not answered in time; --timeout is how long.") from None
+        raise BenchError(
+            f"{url}{path} did not answer in time; for a longer limit, use --timeout."
+        ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise BenchError(
-            f"{url} cannot be reached ({str(error) or type(error).__name__}). Is there a server?"
-            " Start one with `hadal serve`."
+            f"{url} cannot be reached ({str(error) or type(error).__name__}). Start a"
+            " server with `hadal serve`, or check the URL."
         ) from error
     if reply.status_code in (401, 403, 404) or reply.status_code >= 500:
         raise BenchError(f"{url}{path} answered {reply.status_code}: {_message(reply)}")
@@ -110,7 +112,7 @@ async def _asked(
 
 def _message(reply: httpx.Response) -> str:
     if reply.status_code == 401:
-        return "it wants an API key that it knows: give --api-key, or HADAL_API_KEY"
+        return "it needs a valid API key: set --api-key or HADAL_API_KEY"
     try:
         return str(reply.json()["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -67,7 +67,7 @@ def parse_lengths(text: str, option: str) -> Lengths:
         or not 1 <= found.first <= MAX_TOKENS
         or (found.kind == "range" and not found.first <= found.second <= MAX_TOKENS)
     ):
-        raise ConfigError(f"{option} is {shown(text)}; {_LENGTHS} is needed, in tokens.")
+        raise ConfigError(f"{option} is {shown(text)}; use {_LENGTHS}, in tokens.")
     return found
 
 
@@ -97,7 +97,8 @@ def read_trace(path: Path, scale: float = 1.0) -> TraceLoad:
     name = path.name.lower()
     if not name.endswith((".jsonl", ".jsonl.gz", ".csv", ".csv.gz")):
         raise ConfigError(
-            f"{path}: a trace is Mooncake's .jsonl or .jsonl.gz, or Azure's .csv or .csv.gz."
+            f"{path} is not a trace: use Mooncake's .jsonl or .jsonl.gz, or Azure's .csv"
+            " or .csv.gz."
         )
     lines = read_text(path, "trace", MAX_TABLE_BYTES).splitlines()
     try:
@@ -105,7 +106,7 @@ def read_trace(path: Path, scale: float = 1.0) -> TraceLoad:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not rows:
-        raise ConfigError(f"{path}: there is no request in it.")
+        raise ConfigError(f"{path} has no requests.")
     asks = tuple(
         BenchAsk(max(1, round(scale * before)), max(1, round(scale * after)), parts)
         for _, before, after, parts in rows

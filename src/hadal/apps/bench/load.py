@@ -25,8 +25,8 @@ from hadal.apps.bench.texts import Texts
 
 MAX_OPEN = 4096
 """Maximum number of open requests of an open load; a request due beyond it counts as an error (FULL)."""
-FULL = f"not sent: {MAX_OPEN} were open"
-LATE = "not sent: this client was late by more than a request may take"
+FULL = f"not sent: {MAX_OPEN} requests were open"
+LATE = "not sent: this client was late by more than --timeout"
 STOPPED = "stopped"
 """Error of a request that Ctrl-C interrupted; the server did not cause it."""
 
@@ -122,7 +122,7 @@ async def warm_up(
     )
     if samples and all(sample.error for sample in samples):
         raise BenchError(
-            f"none of the {num_requests} requests of the warm-up was answered: {samples[0].error}."
+            f"none of the {num_requests} warm-up requests was answered: {samples[0].error}."
         )
 
 
@@ -189,7 +189,7 @@ async def run_levels(
     the elapsed seconds of load. Return the model's name. Raises BenchError.
     """
     async with client_for(target) as client:
-        tell("asking what is there", 0.0)
+        tell("connecting to the server", 0.0)
         if not target.model:
             target = replace(target, model=await first_model(client, target.url))
         found = await calibrate(client, target, texts)

@@ -33,8 +33,8 @@ _MARKS = (("p50", "median", "--prefill"), ("p95", "p95", "--decode"), ("p99", "p
 _SPREADS = (
     ("ttft_s", "Time to first token"),
     ("tpot_s", "Time per output token"),
-    ("itl_s", "Between two pieces of text"),
-    ("e2e_s", "Until the end"),
+    ("itl_s", "Time between two pieces of text"),
+    ("e2e_s", "Time to the end"),
 )
 
 
@@ -105,7 +105,7 @@ def _served(levels: Sequence[Row]) -> Figure | None:
     series = [("answered", "--prefill", [number(level, "requests_per_s") for level in levels])]
     good = [number(level, "goodput_per_s") for level in levels]
     if any(value is not None for value in good):
-        series.append(("in time", "--income", good))
+        series.append(("within the SLO", "--income", good))
     data = [
         {
             "type": "bar",
@@ -161,7 +161,15 @@ def _curves(levels: Sequence[Row], key: str, label: str) -> Figure | None:
 
 
 def _served_table(levels: Sequence[Row]) -> Table:
-    heads = ["Load", "Sent", "Failed", "Requests/s", "In time/s", "Tokens in/s", "Tokens out/s"]
+    heads = [
+        "Load",
+        "Sent",
+        "Failed",
+        "Requests/s",
+        "Within the SLO/s",
+        "Tokens in/s",
+        "Tokens out/s",
+    ]
     heads += ["Prompt", "Answer", "Cached"]
     cells = []
     for level in levels:

@@ -139,12 +139,12 @@ async def _follow(reply: httpx.Response, sample: Sample, now: Callable[[], float
                     return
                 _take_chunk(chunk, sample, now())
     except (SSEError, msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        sample.error = "not a stream of OpenAI's API"
+        sample.error = "the stream does not follow OpenAI's API"
         return
     if not is_done:
         sample.error = "the stream ended early"
     elif sample.first_s is None:
-        sample.error = "no text came"
+        sample.error = "no text received"
 
 
 def _take_chunk(chunk: dict[str, Any], sample: Sample, now_s: float) -> None:

@@ -102,11 +102,12 @@ def _doubts(found: Mapping[str, Any]) -> list[str]:
         late_s = number(level, "late_s", "p99")
         if level["kind"] != "concurrency" and late_s is not None and late_s > LATE_S:
             doubts.append(
-                f"{level['name']}: this client sent up to {duration(late_s)} late (p99). The wait is"
-                " counted; a quieter machine would measure the server alone."
+                f"{level['name']}: this client sent requests {duration(late_s)} late at"
+                " p99, and latencies include this delay. Run the client on a less busy"
+                " machine to measure the server alone."
             )
     if found["is_stopped"]:
-        doubts.append("Stopped by Ctrl-C: the last level is not whole.")
+        doubts.append("Stopped by Ctrl-C: the last level is incomplete.")
     return doubts
 
 

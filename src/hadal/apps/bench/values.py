@@ -68,11 +68,11 @@ def parse_promises(text: str) -> dict[str, float]:
         found = re.fullmatch(r"([a-z0-9]+)\s*=\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(ms|s)", part)
         if found is None or found[1] not in PROMISES or not float(found[2]):
             raise ConfigError(
-                f"--slo: {shown(part)} is no promise; {', '.join(PROMISES)} can be promised, as in"
-                " ttft=2s,tpot=50ms."
+                f"--slo: {shown(part)} is not a limit; use limits of"
+                f" {', '.join(PROMISES)}, as in ttft=2s,tpot=50ms."
             )
         if found[1] in promises:
-            raise ConfigError(f"--slo: {found[1]} is promised twice; once is enough.")
+            raise ConfigError(f"--slo: {found[1]} is given twice; give it once.")
         promises[found[1]] = float(found[2]) * _UNITS_S[found[3]]
     return promises
 

@@ -83,13 +83,15 @@ class AnswerView:
             words.append(f"{answer.tokens_per_s:.0f} tokens/s")
         if answer.num_prompt:
             hit = answer.num_hit / answer.num_prompt
-            words.append(f"{hit:.0%} of the prompt from cache" if hit else "nothing from cache")
+            words.append(
+                f"{hit:.0%} of the prompt from cache" if hit else "none of the prompt from cache"
+            )
         if answer.first_s:
-            words.append(f"first word after {answer.first_s:.2f} s")
+            words.append(f"first token after {answer.first_s:.2f} s")
         if answer.finish == "stopped":
             words.append("stopped")
         elif answer.finish == "length":
-            words.append("cut at the limit of its length")
+            words.append("cut at the length limit")
         with self.foot:
             ui.label(" · ".join(words)).classes("h-stats")
 

@@ -71,7 +71,7 @@ class Asking:
                 path, params=query, headers=_headers(key), timeout=timeout_s
             )
         except httpx.HTTPError as error:
-            raise AskError(f"The server does not answer ({_named(error)}).") from error
+            raise AskError(f"No answer from the server ({_named(error)}).") from error
         if reply.status_code != 200:
             raise _refusal(reply)
         return reply.content
@@ -81,7 +81,7 @@ class Asking:
         try:
             found = msgspec.json.decode(await self.page("/v1/models", key), type=_Models)
         except msgspec.MsgspecError as error:
-            raise AskError(f"{self.url} is no server of this kind ({error}).") from error
+            raise AskError(f"{self.url} is not an OpenAI-compatible server ({error}).") from error
         return found.data[0].id if found.data else ""
 
     async def stream(self, body: dict[str, Any], key: str) -> AsyncIterator[dict[str, Any]]:
@@ -134,7 +134,7 @@ class ChatModel:
                 again_s = error.again_s
                 if again_s is None or again_s > _MAX_AGAIN_S or num_tries == _MAX_AGAIN:
                     raise
-                say(f"Busy, trying again in {again_s:.0f} s.")
+                say(f"The server is busy; retrying in {again_s:.0f} s.")
                 await asyncio.sleep(again_s)
                 say("")
 

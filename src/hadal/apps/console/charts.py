@@ -150,7 +150,7 @@ def demand(
     capacity: float,
 ) -> Options:
     """Return a chart of a role's demand, its forecast, and the capacity of its units."""
-    chart = lines(times_s, {"asked for": rates})
+    chart = lines(times_s, {"demand": rates})
     ahead = [
         [round(1000 * (now_s + more_s)), _rounded(rate)]
         for more_s, rate in zip(ahead_s, forecast, strict=True)
@@ -171,7 +171,7 @@ def demand(
         chart["series"].append(
             {
                 **style,
-                "name": "units wanted can take",
+                "name": "capacity of the wanted units",
                 "data": [[round(1000 * at_s), _rounded(capacity)] for at_s in (first, last)],
                 "lineStyle": {"width": 1.2},
                 "itemStyle": {"color": GREY},

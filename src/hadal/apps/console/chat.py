@@ -55,8 +55,8 @@ class Composer:
         """Store the callbacks of its buttons. `keep_all`: stop editing a question."""
         with ui.element("div").classes("h-composer-wrap"):
             with ui.element("div").classes("h-editing") as self._editing_note:
-                ui.label("Asks again from here. What follows goes once this is sent.")
-                icon_button("close", "Keep it", keep_all)
+                ui.label("Ask again from this message. Sending it deletes the messages after it.")
+                icon_button("close", "Cancel", keep_all)
             with ui.element("div").classes("h-composer"):
                 field = ui.element("textarea").classes("h-input")
                 field.props(
@@ -74,7 +74,7 @@ class Composer:
                         ui.icon("tune")
                         self._settings_label = ui.label("")
                     button.props('aria-label="Settings"')
-                    ui.label("Enter sends · Shift Enter a new line · Esc stops").classes("h-hint")
+                    ui.label("Enter sends · Shift+Enter adds a line · Esc stops").classes("h-hint")
                     self._send = ui.element("button").classes("h-send").props('aria-label="Send"')
                     self._send.on("click", sent, js_handler="() => hadal.send(hadal.field(), emit)")
                     with self._send:
@@ -126,7 +126,7 @@ class ChatPage:
         self._body = ui.element("main").classes("h-chat")
         await self._client.connected(timeout=30.0)
         await self._bar.remember()
-        what = "This server answers those who have a key. It stays in this browser."
+        what = "This server needs an API key. The key is stored only in this browser."
         door = Door("chat", what, self._model.knock)
         with self._body:
             await door.open(self._body, self._enter)
@@ -166,9 +166,9 @@ class ChatPage:
             for one in self._kept.all:
                 self._list_row(one)
             if not self._kept.all:
-                ui.label("Conversations stay in this browser. The server keeps none.").classes(
-                    "h-list-empty"
-                )
+                ui.label(
+                    "Conversations are stored only in this browser, not on the server."
+                ).classes("h-list-empty")
 
     def _show(self) -> None:
         """Show the conversation, and the list of all."""
@@ -194,9 +194,9 @@ class ChatPage:
     def _empty(self) -> None:
         with ui.element("div").classes("h-empty"):
             ui.html("<h1>What would you like to know?</h1>")
-            ui.label(
-                f"{self._model.name} answers. What you ask goes to this server and nowhere else."
-            ).classes("h-muted")
+            ui.label(f"{self._model.name} answers. Messages go only to this server.").classes(
+                "h-muted"
+            )
             with ui.element("div").classes("h-ideas"):
                 for idea in _IDEAS:
                     with (
@@ -316,7 +316,7 @@ class ChatPage:
         if await self._claims.may_ask(chat_id, self):
             return True
         with self._body:
-            ui.notify("Another page is getting an answer in this conversation.")
+            ui.notify("Another page is waiting for an answer in this conversation.")
         return False
 
     async def _sent(self, event: Any) -> None:
@@ -327,7 +327,7 @@ class ChatPage:
             await self._kept.open(one.id, self._opened)
         except TimeoutError:
             with self._body:
-                ui.notify("The browser did not give this conversation in time. Open it again.")
+                ui.notify("The browser did not load this conversation in time. Open it again.")
 
     def _opened(self, found: Conversation | None) -> None:
         if found is self._now:
@@ -335,7 +335,7 @@ class ChatPage:
             return
         if found is None:
             with self._body:
-                ui.notify("The browser does not keep this conversation any more.")
+                ui.notify("This conversation is no longer in this browser.")
             return
         self._leave()
         self._now = found
@@ -388,14 +388,14 @@ class ChatPage:
             system = ui.textarea("System prompt", value=opened.system)
             system.props(f"outlined autogrow maxlength={PIECE_CHARS}")
             system.classes("h-field")
-            own = ui.switch("The model's own temperature", value=opened.temperature is None)
+            own = ui.switch("Default temperature of the model", value=opened.temperature is None)
             temperature = 0.6 if opened.temperature is None else opened.temperature
             slider = ui.slider(min=0, max=2, step=0.05, value=temperature)
             slider.props("label").bind_enabled_from(own, "value", backward=lambda value: not value)
             has_tools = ui.switch("Tools: arithmetic, countries, units", value=opened.has_tools)
             if not self._model.can_call:
                 has_tools.disable()
-                ui.label("This model was not taught to call tools.").classes("h-muted")
+                ui.label("This model was not trained to call tools.").classes("h-muted")
 
             async def done() -> None:
                 is_shown = self._now.id == opened.id and not self._is_running
@@ -460,7 +460,9 @@ class ChatPage:
                 if not answer.wants_results:
                     break
             else:
-                answer.error = f"{_MAX_ROUNDS} rounds of tools are enough for one question."
+                answer.error = (
+                    f"Stopped after {_MAX_ROUNDS} rounds of tool calls, the limit per question."
+                )
         finally:
             has_come = any(one.content or one.thinking or one.calls for one in turn.answers)
             why = next((one.error for one in turn.answers if one.error), "")

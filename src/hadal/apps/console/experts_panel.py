@@ -25,21 +25,23 @@ class ExpertsPanel:
         with self._body:
             self._ranks = HeatMap(
                 "Load of each rank, layer by layer",
-                "Tokens that its experts got lately. Where a row is uneven, ranks wait for the warmest.",
+                "Recent tokens of each rank's experts. In an uneven row, ranks wait for"
+                " the busiest one.",
                 "a rank",
                 2.0,
             )
             self._experts = HeatMap(
                 "Load of each expert",
-                "Before it is shared out: the busiest have copies on several ranks.",
+                "Load before it is divided among replicas: the busiest experts have"
+                " replicas on several ranks.",
                 "an expert",
                 4.0,
             )
             with ui.element("section").classes("h-panel"):
                 ui.html("<h2>Moves</h2>")
                 ui.label(
-                    "A layer is placed anew where that saves more time than it takes."
-                    " Balance is what both placements would make of the tokens of now."
+                    "A layer's experts move if that saves more time than it costs."
+                    " Balance compares both placements with the current load."
                 ).classes("h-note")
                 self._moves = Picker(lambda name: self._show_move())
                 self._move = ui.html("", sanitize=False)
@@ -60,16 +62,19 @@ class ExpertsPanel:
         if not wide:
             self._nothing.set_content(
                 figures.empty(
-                    "Each unit is one rank here",
-                    "It holds all experts, so there is nothing to place. With ranks = 4 in the"
-                    " deployment's [decode] table they are spread, and this page shows how.",
+                    "Each unit has one rank",
+                    "It has all experts, so there is nothing to place. With ranks = 4 in"
+                    " the deployment's [decode] table, experts are spread over ranks, and"
+                    " this page shows their placement.",
                 )
             )
             return
         found = overview.experts.get(self._units.chosen)
         self._body.set_visibility(found is not None)
         if found is None:
-            self._nothing.set_content(nothing_of(self._units.chosen, frame, "It is asked."))
+            self._nothing.set_content(
+                nothing_of(self._units.chosen, frame, "Waiting for its report.")
+            )
             return
         self._nothing.set_content("")
         self._ranks.show(found.rank_loads)
@@ -86,17 +91,18 @@ class ExpertsPanel:
         if move is None:
             self._move.set_content(
                 figures.empty(
-                    "Nothing has been moved yet",
-                    "Moves come when enough tokens were counted and some ranks had more than others.",
+                    "No expert has moved yet",
+                    "Experts move after enough tokens were counted and the load of ranks"
+                    " is uneven.",
                 )
             )
             return
         self._move.set_content(
             figures.facts(
                 (
-                    ("Balance before", f"{move.balance_before:.3f}", "as the experts lay"),
-                    ("after", f"{move.balance_after:.3f}", "as they lie now"),
-                    ("Copies moved", str(move.num_moved), f"in layer {move.layer}"),
+                    ("Balance before", f"{move.balance_before:.3f}", "with the old placement"),
+                    ("after", f"{move.balance_after:.3f}", "with the new placement"),
+                    ("Replicas moved", str(move.num_moved), f"in layer {move.layer}"),
                 )
             )
             + figures.placement(move.before, move.after)

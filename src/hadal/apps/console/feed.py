@@ -99,7 +99,7 @@ class LiveSource:
                 raise
             problem = str(error)
         except msgspec.MsgspecError as error:
-            problem = f"The server answered something else than its status ({error})."
+            problem = f"The server's status reply is invalid ({error})."
         traces = await asyncio.gather(*(self._trace(key, unit) for unit in sorted(traced)))
         is_slow_turn = next(self._turn) % _SLOW_PERIODS == 0
         status = await asyncio.to_thread(self._look, is_slow_turn)
@@ -175,7 +175,7 @@ class LiveSource:
         except (HadalError, OSError, sqlite3.Error) as error:
             self._money = {"problem": str(error)}
         except Exception:
-            log.exception("the ledger could not be read; it is tried again")
+            log.exception("the ledger could not be read; the console will retry")
 
 
 def reports(store: Store, now_us: int) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class Feed:
             try:
                 await self._poll()
             except Exception:
-                log.exception("a look at the server failed; the next one comes as always")
+                log.exception("the server's status could not be read; the console will retry")
             await asyncio.sleep(max(0.1, PERIOD_S - (time.monotonic() - start_s)))
 
     async def _poll(self) -> None:
@@ -292,7 +292,7 @@ class Feed:
             try:
                 watcher.show(frame)
             except Exception:
-                log.exception("a page cannot show what came")
+                log.exception("a page could not show a frame")
                 self.forget(watcher)
                 with suppress(Exception):  # Its browser may be gone.
-                    watcher.leave("This page could not show what came. Load it anew, please.")
+                    watcher.leave("This page could not show the latest data. Reload it.")

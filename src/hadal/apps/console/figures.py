@@ -121,9 +121,9 @@ def rank_map(states: Sequence[str], hosts: Sequence[str], ranks_per_node: int) -
 
 _STATE_WORDS = {
     "up": "works",
-    "down": "is gone",
+    "down": "down",
     "starting": "starts",
-    "rests": "rests until it is needed",
+    "rests": "resting until needed",
 }
 _LANES = ((COMPUTE, "computes"), (LINK, "sends"), (WAIT, "waits"))
 _LANE_HEIGHT = 30
@@ -177,9 +177,7 @@ def placement(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -
             words = [", ".join(map(str, some)) or NOTHING for some in (left, came)]
             rows.append((f"rank {rank}", *words))
     if not rows:
-        return empty(
-            "No expert moved", "Only the tokens of copies that were there were shared out anew."
-        )
+        return empty("No expert moved", "Only the load shares of existing replicas changed.")
     return table(("", "left", "came"), rows, num_text=3)
 
 

@@ -21,8 +21,7 @@ class FleetPanel:
         self._body = ui.element("div").classes("h-grid")
         with self._body:
             self._charts = {
-                role: Chart(f"Demand for {role}", "What was asked, and what is expected.")
-                for role in ROLES
+                role: Chart(f"Demand for {role}", "Measured demand and forecast.") for role in ROLES
             }
         with ui.element("section").classes("h-panel"):
             ui.html("<h2>Decisions</h2>")
@@ -38,8 +37,9 @@ class FleetPanel:
                 empty_note(
                     frame,
                     "The number of units is fixed",
-                    'With mode = "auto" in the [fleet] table, units come when more is asked for'
-                    " than they can take, and go when they are not needed. Each decision is told here.",
+                    'With mode = "auto" in the [fleet] table, units start when demand'
+                    " exceeds capacity and stop when they are not needed. This page shows"
+                    " each decision.",
                 )
             )
             return
@@ -73,5 +73,5 @@ class FleetPanel:
             now + figures.table(("time", "prefill", "decode", "why"), rows[:40], num_text=4)
             if rows
             else now
-            + figures.empty("Nothing has changed", "As many units are there as at the beginning.")
+            + figures.empty("No changes", "The number of units is the same as at the start.")
         )

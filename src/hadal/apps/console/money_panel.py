@@ -22,8 +22,8 @@ class MoneyPanel:
     def __init__(self) -> None:
         self._facts = ui.html("", sanitize=False)
         with ui.element("div").classes("h-grid") as self._grid:
-            self._earned = Chart("Income and cost", "Of each hour, in dollars.")
-            self._tokens = Chart("Tokens", "Of each hour.")
+            self._earned = Chart("Income and cost", "Dollars per hour.")
+            self._tokens = Chart("Tokens", "Per hour.")
         with ui.element("section").classes("h-panel") as models:
             ui.html("<h2>Models</h2>")
             self._models = ui.html("", sanitize=False)
@@ -48,8 +48,8 @@ class MoneyPanel:
                     frame,
                     "No ledger",
                     str(money.get("problem") or "")
-                    or "Give the [ledger] table a url, and every answer's tokens, cost and income"
-                    " are written there.",
+                    or "Set url in the [ledger] table to record the tokens, cost and income"
+                    " of every answer.",
                 )
             )
             return
@@ -79,13 +79,16 @@ class MoneyPanel:
         )
         if "cost_used_usd" in money["tenant"]:
             said = (
-                "A node works for several tenants at once. Its cost is shared by what it computed for"
-                " each, and unused node time in the same proportion."
+                "A node serves several tenants at once. Its cost, unused time included, is divided in"
+                " proportion to the work done for each."
             )
         elif frame.place:
-            said = "A simulation keeps sums, which say of no tenant what it cost."
+            said = "A simulation records only sums, so there is no cost per tenant."
         else:
-            said = "There are too many requests to read here: `hadal report --tenant` shows each tenant's cost."
+            said = (
+                "There are too many requests to show costs per tenant here: use `hadal"
+                " report --tenant`."
+            )
         self._shared.set_text(said)
         for element, by in ((self._models, "model"), (self._tenants, "tenant")):
             lines = sorted(money[by][f"{by}s"], key=lambda line: -line["income_usd"])
@@ -105,7 +108,7 @@ def _money_facts(total: dict[str, Any], when: str) -> str:
                 f"{total['requests']:,} requests",
             ),
             ("Cost", figures.dollars(total["cost_usd"]), f"{nodes} nodes on average"),
-            ("Margin", figures.percent(total["margin_percent"]), "income over cost, less one"),
+            ("Margin", figures.percent(total["margin_percent"]), "(income - cost) / cost"),
             ("Tokens in", figures.number(total["tokens_in"]), f"{hit} from cache"),
             ("Tokens out", figures.number(total["tokens_out"]), f"{speed} tokens/s per user"),
         )
@@ -134,7 +137,7 @@ def _money_table(lines: list[dict[str, Any]], by: str) -> str:
             ]
         )
     left = len(lines) - len(rows)
-    more = f'<p class="h-note">And {left:,} more: hadal report --by {by}.</p>' if left > 0 else ""
+    more = f'<p class="h-note">{left:,} more rows: hadal report --by {by}.</p>' if left > 0 else ""
     return (
         figures.table([*heads, "refused"] if is_by_tenant else heads, rows) + more
         if rows

@@ -22,10 +22,10 @@ _NODE_RANKS = 8
 """Ranks grouped together if the server does not report the ranks per node."""
 _STATE_WORDS = {
     "queued": "wait",
-    "prefilling": "prompts computed",
-    "transferring": "handed over",
-    "decoding": "being answered",
-    "retrying": "tried again",
+    "prefilling": "prefilling",
+    "transferring": "KV transfer",
+    "decoding": "decoding",
+    "retrying": "retried",
 }
 _OBJECTIVES = {
     "attention": "attention",
@@ -88,15 +88,16 @@ class OverviewPanel:
             self._cluster = ui.label("").classes("h-note")
             self._map = DeploymentMap()
         with ui.element("div").classes("h-grid h-grid-four"):
-            self._rates = Chart("Tokens per second", "Prompts taken in, answers made.")
-            self._states = Chart("Requests", "Where they are now.")
-            self._first = Chart("First token, ms", "Half, 95 and 99 of 100 take less.")
-            self._per = Chart("Each token, ms", "Between one and the next of an answer.")
-            self._cache = Chart("Prompt tokens per second", "By where they were found.")
-            self._kv = Chart("KV memory in use, %", "What requests and caches hold.")
+            self._rates = Chart("Tokens per second", "Tokens of prompts and of answers.")
+            self._states = Chart("Requests", "Requests by state.")
+            self._first = Chart("Time to first token, ms", "p50, p95 and p99.")
+            self._per = Chart(
+                "Time per output token, ms", "p50, p95 and p99 of the time between tokens."
+            )
+            self._cache = Chart("Prompt tokens per second", "By source: memory, disk or computed.")
+            self._kv = Chart("KV memory in use, %", "Blocks of requests and cached blocks.")
             self._balance = {
-                role: Chart(f"Balance of {role}", "1: all ranks have the same to do.")
-                for role in ROLES
+                role: Chart(f"Balance of {role}", "1: all ranks have equal load.") for role in ROLES
             }
 
     def show(self, frame: ConsoleFrame, series: Series) -> None:
@@ -126,7 +127,7 @@ class OverviewPanel:
             of_name = series.of(name)
             quantiles = {
                 word: of_name.get(key, [])
-                for word, key in (("half", "p50"), ("95 %", "p95"), ("99 %", "p99"))
+                for word, key in (("p50", "p50"), ("p95", "p95"), ("p99", "p99"))
             }
             chart.show(charts.lines(times, quantiles))
         found = series.of("cache ")
@@ -165,17 +166,17 @@ def _facts(overview: Overview, series: Series, frame: ConsoleFrame) -> str:
             (
                 "Answers",
                 f"{figures.number(series.last('rate out'))}",
-                "tokens/s" if series.last("rate out") is not None else "measured in a moment",
+                "tokens/s" if series.last("rate out") is not None else "not measured yet",
             ),
             (
                 "Requests",
                 figures.number(running),
-                f"{figures.number(states.get('queued', 0))} wait",
+                f"{figures.number(states.get('queued', 0))} queued",
             ),
             (
-                "First token",
+                "TTFT p95",
                 figures.milliseconds(series.last("first_token p95")),
-                "95 of 100 come sooner",
+                "time to first token",
             ),
             (
                 "KV memory",
@@ -185,7 +186,7 @@ def _facts(overview: Overview, series: Series, frame: ConsoleFrame) -> str:
             (
                 "From cache",
                 figures.percent(100 * totals.tokens_hit / answered if answered else None),
-                "of all prompts' tokens",
+                "of all prompt tokens",
             ),
             (
                 "Margin, 24 h",
@@ -209,7 +210,7 @@ def _cluster(status: Status | None) -> str:
         said.append(
             f"Rollout {rollout.number}: {rollout.num_units - rollout.num_left} of"
             f" {rollout.num_units} units are replaced"
-            + (f", {rollout.num_failed} starts came to nothing" if rollout.num_failed else "")
+            + (f", {rollout.num_failed} starts failed" if rollout.num_failed else "")
         )
     return " · ".join(said)
 
@@ -260,12 +261,12 @@ def _unit_figure(
         if process is not None and process is not leader:
             num_again += max(0, process.num_starts - 1)
     if report is None:
-        note = "rests" if leader is not None and leader.phase == ProcessPhase.RESTING else "not up"
+        note = "rests" if leader is not None and leader.phase == ProcessPhase.RESTING else "down"
     else:
         share = report.num_blocks_used / report.num_blocks if report.num_blocks else 0.0
         note = f"{report.num_requests:,} requests · {share:.0%} KV"
         if report.step_ms and report.idle_s < 10:
-            note += f" · {figures.milliseconds(report.step_ms)} a step"
+            note += f" · {figures.milliseconds(report.step_ms)} per step"
     if named := sorted({host for host in hosts if host}):
         note += f" · on {named[0]}" if len(named) == 1 else f" · on {len(named)} hosts"
     if num_again:

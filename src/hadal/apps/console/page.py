@@ -38,8 +38,7 @@ class ConsolePage:
         await self._bar.remember()
         door = Door(
             "console",
-            "The console shows what all tenants do together, so it opens with a key that has the"
-            " right to operate.",
+            "The console shows data of all tenants. It needs a key with the operator right.",
             self._feed.source.check,
         )
         with self._body:

@@ -21,7 +21,7 @@ class ProblemsPanel:
             ui.html("<h2>Now</h2>")
             self._now = ui.html("", sanitize=False)
         with ui.element("section").classes("h-panel"):
-            ui.html("<h2>Ended, and why</h2>")
+            ui.html("<h2>Ended processes</h2>")
             self._ends = ui.html("", sanitize=False)
         with ui.element("section").classes("h-panel"):
             ui.html("<h2>Warnings and errors</h2>")
@@ -46,10 +46,10 @@ class ProblemsPanel:
             figures.table(("",), [(text,) for text in dict.fromkeys(said[:40])])
             if said
             else figures.empty(
-                "All is well",
-                "Every process that is wanted works."
+                "No problems",
+                "All wanted processes are ready."
                 if status is not None
-                else "Nothing is missing, as far as the gateway tells.",
+                else "The gateway reports nothing missing.",
             )
         )
         ends = [
@@ -57,7 +57,7 @@ class ProblemsPanel:
                 charts.moment(end.unix_s, frame.unix_s),
                 end.name,
                 end.reason,
-                "asked to" if end.is_asked else "",
+                "on request" if end.is_asked else "",
             )
             for end in reversed(status.ends if status is not None else ())
         ]
@@ -67,7 +67,7 @@ class ProblemsPanel:
                 ("time", "process", "how", ""),
                 ends,
                 "Nothing has ended",
-                "A process that dies is started again, and told of here.",
+                "A failed process is restarted and shown here.",
             )
         )
         lines = [
@@ -80,6 +80,6 @@ class ProblemsPanel:
                 ("time", "process", "", "what"),
                 lines,
                 "None",
-                "What processes warn of is gathered here; hadal logs has all they say.",
+                "This table shows warnings and errors; hadal logs shows all lines.",
             )
         )

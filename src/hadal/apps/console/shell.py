@@ -154,7 +154,7 @@ class Door:
         into.clear()
         is_refused = error.status in (401, 403)
         with into, ui.element("form").classes("h-door").on("submit.prevent", lambda: None):
-            ui.html("<h1>" + ("A key, please" if is_refused else "No server") + "</h1>")
+            ui.html("<h1>" + ("API key needed" if is_refused else "No server") + "</h1>")
             ui.label(self._what if is_refused else str(error)).classes("h-muted")
             field = ui.input("API key").props("outlined dense type=password autocomplete=off")
             field.classes("h-field")

@@ -26,16 +26,17 @@ class StepsPanel:
         with ui.element("section").classes("h-panel"):
             ui.html("<h2>One step</h2>")
             ui.label(
-                "Two halves of a step's tokens take turns: while one is on its way to its experts,"
-                " the other is computed. What is left of waiting is not hidden."
+                "A step's tokens are split into two micro-batches: while one is in"
+                " transfer to its experts, the other is computed. Remaining waits are not"
+                " hidden."
             ).classes("h-note")
             ui.html(
-                '<div class="h-legend"><i class="h-k0"></i>first half<i class="h-k1"></i>second half'
-                '<i class="h-kw"></i>waits</div>'
+                '<div class="h-legend"><i class="h-k0"></i>micro-batch 1<i'
+                ' class="h-k1"></i>micro-batch 2<i class="h-kw"></i>waits</div>'
             )
             self._whole = ui.html("", sanitize=False)
         with ui.element("section").classes("h-panel"):
-            ui.html("<h2>One layer of it</h2>")
+            ui.html("<h2>One layer of the step</h2>")
             self._layer = ui.html("", sanitize=False)
         self._trace: TraceReply | None = None
 
@@ -61,8 +62,8 @@ class StepsPanel:
                 nothing_of(
                     unit,
                     frame,
-                    "A unit without work takes no steps. Ask the model something, and the next one is"
-                    " shown here.",
+                    "A unit steps only while it has requests. Send one, and the next step"
+                    " is shown here.",
                 )
             )
         self._draw()
@@ -85,13 +86,17 @@ class StepsPanel:
                         figures.milliseconds(duration_s(step.events) * 1e3),
                         "first to last op",
                     ),
-                    ("Tokens", f"{step.num_tokens:,}", f"in {step.num_micro_batches} part(s)"),
+                    (
+                        "Tokens",
+                        f"{step.num_tokens:,}",
+                        f"in {step.num_micro_batches} micro-batch(es)",
+                    ),
                     (
                         "Hidden",
                         figures.percent(100 * covered if covered is not None else None),
-                        "of the time on the way" if covered is not None else "nothing travelled",
+                        "of transfer time" if covered is not None else "no transfers",
                     ),
-                    ("Waited", figures.milliseconds(exposed_s * 1e3), "mean of the ranks"),
+                    ("Waited", figures.milliseconds(exposed_s * 1e3), "mean over ranks"),
                 )
             )
         )

@@ -112,10 +112,10 @@ def nothing_of(unit: str, frame: ConsoleFrame, why: str) -> str:
         unit in units for units in overview.snapshot.role_to_units.values()
     )
     if frame.place:
-        why = "The recording has some units' experts and steps, not all."
+        why = "The recording has experts and steps of some units only."
     elif not is_up:
-        why = "It is not up."
-    return figures.empty(f"Nothing of {unit} yet", why)
+        why = "The unit is down."
+    return figures.empty(f"No data of {unit} yet", why)
 
 
 def empty_note(frame: ConsoleFrame, title: str, text: str) -> str:
@@ -123,8 +123,8 @@ def empty_note(frame: ConsoleFrame, title: str, text: str) -> str:
     host has them.
     """
     if frame.status is None:
-        title = "Known on the server's host alone"
-        text = "hadal console, run on the host of the server, shows it."
+        title = "Only available on the server's host"
+        text = "To see it, run hadal console on the server's host."
     return figures.empty(title, text)
 
 

@@ -53,12 +53,12 @@ class Answer:
     def speed(self, start_s: float) -> str:
         """Return the line printed under an answer."""
         if self.first_s is None:
-            return "nothing came"
+            return "no output"
         first_ms = (self.first_s - start_s) * 1e3
         words = [f"{self.num_tokens} tokens"] if self.num_tokens else []
         if self.num_tokens > 1 and self.last_s > self.first_s:
             words.append(f"{(self.num_tokens - 1) / (self.last_s - self.first_s):.0f} tokens/s")
-        words.append(f"first after {first_ms:.0f} ms")
+        words.append(f"first token after {first_ms:.0f} ms")
         return ", ".join([*words, *(["stopped"] if self.stopped else [])])
 
 
@@ -155,7 +155,7 @@ class Chat:
                 try:
                     event = msgspec.json.decode(sent.data, type=_Event)
                 except msgspec.MsgspecError as error:
-                    raise ChatError(f"the server sent what is no answer ({error})") from error
+                    raise ChatError(f"the server's answer is invalid ({error})") from error
                 if event.error is not None:
                     raise ChatError(_said(event.error))
                 if event.usage is not None:
@@ -226,7 +226,7 @@ class Chat:
         elif name == "/temp":
             said = self._set_temperature(rest)
         else:
-            said = f"{name}: no such command; /help lists them"
+            said = f"{name}: unknown command; /help lists the commands"
         self.console.print(said, style="cyan", markup=False, highlight=False)
         return True
 
@@ -236,7 +236,7 @@ class Chat:
         except ValueError:
             value = -1.0
         if value is not None and not 0 <= value <= 2:
-            return f"{text}: a number from 0 to 2 is needed"
+            return f"{text}: use a number from 0 to 2"
         self.temperature = value
         return "the model's own temperature" if value is None else f"temperature {value:g}"
 
@@ -300,8 +300,8 @@ def first_model(client: httpx.Client) -> str:
         reply = client.get("/models")
     except httpx.HTTPError as error:
         raise ChatError(
-            f"there is no server at {client.base_url} ({error}). Start one with `hadal serve`, or"
-            " name another's address with `--url`."
+            f"there is no server at {client.base_url} ({error}). Start one with `hadal"
+            " serve`, or give the URL of another with `--url`."
         ) from error
     if reply.status_code != 200:
         raise ChatError(_error_of(reply))
@@ -309,7 +309,7 @@ def first_model(client: httpx.Client) -> str:
         return str(reply.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
         raise ChatError(
-            f"{client.base_url} lists no model. Is it a server of models? Name one with `--model`."
+            f"{client.base_url} lists no model. Check the URL, or name a model with `--model`."
         ) from None
 
 
@@ -319,7 +319,7 @@ def _said(error: Any) -> str:
 
 def _error_of(reply: httpx.Response) -> str:
     if reply.status_code == 401:
-        return "401: the server wants an API key that it knows: give --api-key, or HADAL_API_KEY."
+        return "401: the server needs a valid API key: set --api-key or HADAL_API_KEY."
     try:
         return f"{reply.status_code}: {reply.json()['error']['message']}"
     except (ValueError, LookupError, TypeError):

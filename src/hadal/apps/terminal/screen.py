@@ -194,7 +194,10 @@ def _remembered(console: Console, path: Path | None) -> Iterator[None]:
                 trouble = error.strerror or str(error)
         if trouble:
             console.print(
-                f"no history is kept: {path}: {trouble}", style="dim", markup=False, highlight=False
+                f"input history is not saved: {path}: {trouble}",
+                style="dim",
+                markup=False,
+                highlight=False,
             )
 
 

@@ -65,7 +65,7 @@ def unpack_header(data: memoryview, at: int) -> Frame:
     """Read the header that begins at `at`. Raises FrameError."""
     magic, kind, formation, sequence, num_bytes = _HEADER.unpack_from(data, at)
     if magic != _MAGIC or kind not in (HELLO, DATA, ABORT, CHALLENGE):
-        raise FrameError(f"no frame of the mesh: {magic!r}, kind {kind}")
+        raise FrameError(f"not a frame of the mesh: {magic!r}, kind {kind}")
     limit = MAX_PAYLOAD_BYTES if kind == DATA else MAX_CONTROL_BYTES
     if num_bytes > limit:
         raise FrameError(f"a frame of {num_bytes} bytes; {limit} is the limit")

@@ -221,7 +221,7 @@ class FrameReader:
                 is_empty = self._fill_staging() and not is_hung_up
             else:
                 if self._digest is not None and self._digest.digest() != self._tag:
-                    raise FrameError("what came was changed on its way")
+                    raise FrameError("the received data was changed on its way")
                 frame, view = self._frame, self._view
                 self._frame = self._view = self._digest = None
                 owner.ended(link, frame, view)

@@ -235,7 +235,7 @@ class MeshGroup:
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
         """Return the memory of a payload's exchange; None if it is of an older formation."""
         if not link.is_proven and frame.kind not in (CHALLENGE, HELLO):
-            raise FrameError("it has not proven itself")
+            raise FrameError("it sent a frame before the end of its handshake")
         if frame.kind != DATA:
             return memoryview(bytearray(frame.num_bytes))
         try:
@@ -396,12 +396,12 @@ class MeshGroup:
         """
         if (hello.to_rank, hello.to_epoch) != (self.rank, self.epoch):
             raise FrameError(
-                f"rank {hello.rank} looks for rank {hello.to_rank} ({hello.to_epoch}) here"
+                f"rank {hello.rank} expects rank {hello.to_rank} ({hello.to_epoch}) here"
             )
         is_new = link.rank < 0
         if not is_new and (hello.rank, hello.epoch) != (link.rank, link.epoch):
             raise FrameError(
-                f"rank {link.rank} ({link.epoch}) calls itself {hello.rank} ({hello.epoch})"
+                f"rank {link.rank} ({link.epoch}) sent a HELLO of rank {hello.rank} ({hello.epoch})"
             )
         if is_new and formation < self.formation.number:
             raise FrameError(f"rank {hello.rank} is still in formation {formation}")

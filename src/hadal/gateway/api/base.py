@@ -199,7 +199,7 @@ def read_format(asked: ResponseFormat | None) -> AnswerFormat | None:
     if asked.type == "text":
         if beside:
             raise _bad_format(
-                "response_format.schema needs response_format.type 'json_schema', and it is 'text'."
+                "response_format.type is 'text', which takes no schema; send type 'json_schema'."
             )
         return None
     if asked.type not in ("json_object", "json_schema"):
@@ -208,7 +208,7 @@ def read_format(asked: ResponseFormat | None) -> AnswerFormat | None:
             " are supported."
         )
     if beside and asked.json_schema is not None:
-        raise _bad_format("response_format has a schema and a json_schema; send one.")
+        raise _bad_format("response_format has both schema and json_schema; send one.")
     if beside and not (asked.type == "json_object" and decode(beside, object) == {}):
         return schema_format(asked.type, beside, "response_format")
     if asked.type == "json_object":
@@ -235,7 +235,9 @@ def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
         )
     schema = decode(raw, object)
     if not isinstance(schema, dict):
-        raise _bad_format(f"The schema of {field} {name!r} is no object, as it has to be.", field)
+        raise _bad_format(
+            f"The schema of {field} {name!r} is not an object; send a JSON object.", field
+        )
     return AnswerFormat(name, check_schema(schema, f"{field} {name!r}", field), field)
 
 
@@ -250,7 +252,8 @@ def check_end(request: Common, of: str) -> None:
     ):
         if is_asked:
             raise RequestError(
-                f"{name} and {of} exclude each other: the format says where the answer ends.", name
+                f"{name} cannot be combined with {of}: the format determines the answer's end.",
+                name,
             )
 
 
@@ -271,7 +274,8 @@ def check_ids(ask: CommonFields, vocab_size: int) -> None:
         for token in tokens:
             if token >= vocab_size:
                 raise RequestError(
-                    f"{name}: {token} is no token id; the vocabulary has {vocab_size}.", name
+                    f"{name}: {token} is not a token id; the vocabulary has {vocab_size} tokens.",
+                    name,
                 )
 
 
@@ -309,7 +313,7 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) <= 9):
             raise RequestError(
-                f"logit_bias: the key {shortened(key)} is no token id.", "logit_bias"
+                f"logit_bias: the key {shortened(key)} is not a token id.", "logit_bias"
             )
     return tuple((int(key), value) for key, value in bias.items())
 

@@ -58,7 +58,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     except msgspec.DecodeError as error:
         if half := _HALF.search(body):
             raise RequestError(
-                f"The body has {half[0].decode()} in a text: half of a surrogate pair, which stands"
-                " for no character. Leave it out."
+                f"A text in the body has {half[0].decode()}, half of a surrogate pair, which is not a"
+                " character. Leave it out."
             ) from None
         raise RequestError(f"The body is not valid JSON: {error}.") from None

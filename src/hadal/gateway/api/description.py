@@ -89,10 +89,12 @@ _TEXTS = "openai.types.Completion"
 _PAGE = "openai.pagination.SyncCursorPage[{}]"
 _MODELS = f"openai.pagination.SyncPage[{_MODEL}]"
 
-CHAT = Operation("A chat's reply.", _CHATS, ChatRequest, GENERATES, event=f"{_CHATS}Chunk")
-COMPLETION = Operation("How a text goes on.", _TEXTS, CompletionRequest, GENERATES, event=_TEXTS)
+CHAT = Operation(
+    "Create a chat completion.", _CHATS, ChatRequest, GENERATES, event=f"{_CHATS}Chunk"
+)
+COMPLETION = Operation("Complete a prompt.", _TEXTS, CompletionRequest, GENERATES, event=_TEXTS)
 MESSAGES = Operation(
-    "A chat's reply in Anthropic's format.",
+    "Create a message, in Anthropic's format.",
     "anthropic.types.Message",
     MessagesRequest,
     GENERATES,
@@ -100,87 +102,93 @@ MESSAGES = Operation(
     event="anthropic.types.RawMessageStreamEvent",
 )
 COUNT = Operation(
-    "How many tokens a chat has.", TokenCount, CountRequest, GENERATES, MessageErrorReply
+    "Count the tokens of a chat.", TokenCount, CountRequest, GENERATES, MessageErrorReply
 )
-TOKENIZE = Operation("The tokens of a prompt or a chat.", Tokenized, TokenizeRequest, GENERATES)
-DETOKENIZE = Operation("The text of some tokens.", Detokenized, DetokenizeRequest, GENERATES)
+TOKENIZE = Operation("Tokenize a prompt or a chat.", Tokenized, TokenizeRequest, GENERATES)
+DETOKENIZE = Operation("Convert token ids to text.", Detokenized, DetokenizeRequest, GENERATES)
 RESPONSES = Operation(
-    "A chat's reply as items, which may be kept to go on from.",
+    "Create a response, and store it for follow-up requests unless store is false.",
     f"{_RESPONSES}.Response",
     ResponsesRequest,
     GENERATES,
     event=f"{_RESPONSES}.ResponseStreamEvent",
 )
-RESPONSE = Operation("A response that is kept.", f"{_RESPONSES}.Response", errors=(400, 404))
-RESPONSE_DELETED = Operation("Keep a response no longer.", ResponseDeleted, errors=(404,))
+RESPONSE = Operation("Get a stored response.", f"{_RESPONSES}.Response", errors=(400, 404))
+RESPONSE_DELETED = Operation("Delete a stored response.", ResponseDeleted, errors=(404,))
 RESPONSE_INPUT = Operation(
-    "What a response was asked.",
+    "List the input items of a stored response.",
     f"{_RESPONSES}.ResponseItemList",
     errors=(400, 404),
     query={
-        "order": "asc or desc, which is the default",
-        "limit": "how many items at most: 1 to 100, 20 if left out",
-        "after": "the id of the item that the page begins behind",
+        "order": "asc or desc (default)",
+        "limit": "maximum number of items: 1 to 100, default 20",
+        "after": "id of the item before the first one of this page",
     },
 )
 _LATEST = {
-    "after": "the last id of the page before",
-    "limit": "how many there are in a page at most",
+    "after": "last id of the previous page",
+    "limit": "maximum number of objects in a page",
 }
 FILE_UPLOADED = Operation(
-    "Keep a file of requests.",
+    "Upload a file of requests.",
     _FILE,
     FileUpload,
     (400, 408, 413, 415, 429),
     body_type="multipart/form-data",
 )
 FILES = Operation(
-    "The files that are kept, the latest first.",
+    "List the stored files, newest first.",
     _PAGE.format(_FILE),
     errors=(400, 404),
-    query={**_LATEST, "purpose": "those for it alone", "order": "asc: the oldest first"},
+    query={**_LATEST, "purpose": "only files with this purpose", "order": "asc: oldest first"},
 )
-FILE = Operation("A file, without its contents.", _FILE, errors=(404,))
-FILE_DELETED = Operation("Keep a file no longer.", "openai.types.FileDeleted", errors=(404,))
-FILE_CONTENT = Operation("A file's contents.", media_type="application/octet-stream", errors=(404,))
+FILE = Operation("Get a file's description, without its contents.", _FILE, errors=(404,))
+FILE_DELETED = Operation("Delete a file.", "openai.types.FileDeleted", errors=(404,))
+FILE_CONTENT = Operation(
+    "Get a file's contents.", media_type="application/octet-stream", errors=(404,)
+)
 BATCH_CREATED = Operation(
-    "Have a file's requests answered within a day.",
+    "Create a batch: the requests of a file, answered within a day.",
     _BATCH,
     NewBatch,
     (400, 404, 408, 413, 415, 429),
 )
 BATCHES = Operation(
-    "The batches, the latest first.", _PAGE.format(_BATCH), errors=(400, 404), query=_LATEST
+    "List the batches, newest first.", _PAGE.format(_BATCH), errors=(400, 404), query=_LATEST
 )
-BATCH_READ = Operation("A batch as it stands.", _BATCH, errors=(404,))
-BATCH_CANCELLED = Operation("Begin no more of a batch.", _BATCH, errors=(404, 409))
-MODELS = Operation("The models that are served.", _MODELS)
+BATCH_READ = Operation("Get a batch and its progress.", _BATCH, errors=(404,))
+BATCH_CANCELLED = Operation(
+    "Cancel a batch: its remaining requests are not started.", _BATCH, errors=(404, 409)
+)
+MODELS = Operation("List the served models.", _MODELS)
 MODEL = Operation(
-    "A model, or all of them where the name is empty.", f"{_MODEL} | {_MODELS}", errors=(404,)
+    "Get a model; list all models if the name is empty.", f"{_MODEL} | {_MODELS}", errors=(404,)
 )
-ROOT = Operation("What this server is.", Greeting, needs_key=False)
+ROOT = Operation("Get the server's name, its model and its endpoints.", Greeting, needs_key=False)
 HEALTH = Operation(
-    "Whether requests can be answered.", HealthReply, other_statuses=(503,), needs_key=False
+    "Get the health of the deployment.", HealthReply, other_statuses=(503,), needs_key=False
 )
-OPENAPI = Operation("This description.", dict[str, Any], needs_key=False)
+OPENAPI = Operation("Get this description.", dict[str, Any], needs_key=False)
 METRICS = Operation(
-    "Metrics for Prometheus.", media_type="text/plain", errors=(500, 503), needs_key=False
+    "Get metrics for Prometheus.", media_type="text/plain", errors=(500, 503), needs_key=False
 )
-AUDIT = Operation("What every unit has in use.", AuditReply, other_statuses=(500,), errors=(503,))
+AUDIT = Operation(
+    "Get the resources in use of each unit.", AuditReply, other_statuses=(500,), errors=(503,)
+)
 STATUS = Operation(
-    "What the console shows of the deployment.",
+    "Get the deployment's status, as the console shows it.",
     dict[str, Any],
     errors=(503,),
-    query={"experts": "units of many ranks, with commas between, whose experts are wanted"},
+    query={"experts": "comma-separated units; their expert placements are included"},
 )
 TRACE = Operation(
-    "What a unit's next steps do, and when.",
+    "Trace the next steps of a unit.",
     dict[str, Any],
     errors=(400, 404, 429, 503, 504),
     query={
-        "unit": "the unit, decode-0 if left out",
-        "steps": "how many steps",
-        "wait_s": "how long to wait for them",
+        "unit": "the unit, default decode-0",
+        "steps": "number of steps",
+        "wait_s": "maximum wait for the steps, seconds",
     },
 )
 BODY_TO_API: dict[type[msgspec.Struct], str] = {
@@ -240,10 +248,9 @@ def document(rows: Iterable[Described], model: str, *, is_open: bool) -> dict[st
         "info": {
             "title": "Hadal",
             "version": __version__,
-            "description": f"Serves {model}. docs/api.md lists the fields of other services that change"
-            " nothing here, and those that are refused by name. The title of a reply in another"
-            " service's format, or of an event's data, is the type of that service's client for Python"
-            " that reads it.",
+            "description": f"Serves {model}. docs/api.md lists the fields of other services that have no"
+            " effect here, and those that are rejected. The title of a reply in another service's"
+            " format, or of an event's data, is the type in that service's Python client.",
         },
         "paths": paths,
         "components": {

@@ -77,57 +77,57 @@ _LIMITS_BY = "OpenAI, SGLang, llama.cpp and others"
 
 _EVERYWHERE = (
     _served("model stream temperature top_p seed"),
-    _served("priority", "from -4 to 4; larger starts sooner", "Hadal"),
-    _served("cache_salt", "KV is reused among requests with the same salt only", "vLLM, SGLang"),
-    _served("stop_repetition", "false: a reply that repeats itself goes on", "Hadal"),
+    _served("priority", "from -4 to 4; a higher value starts sooner", "Hadal"),
+    _served("cache_salt", "KV is reused only between requests with the same salt", "vLLM, SGLang"),
+    _served("stop_repetition", "false: a reply that repeats itself is not stopped", "Hadal"),
     _served("do_sample", "false: temperature is 0", "Zhipu"),
     _inert(
         "user safety_identifier user_id end_user_id",
-        "nothing depends on an end user",
+        "end users are not distinguished",
         "OpenAI, Zhipu",
     ),
-    _inert("metadata", "it is not read (responses: returned as sent)", "OpenAI, Anthropic"),
-    _inert("service_tier speed", "all requests are of one tier", "OpenAI, Anthropic"),
-    _inert("store", "nothing is kept, except responses"),
+    _inert("metadata", "it is not read (/v1/responses returns it)", "OpenAI, Anthropic"),
+    _inert("service_tier speed", "there is only one service tier", "OpenAI, Anthropic"),
+    _inert("store", "only /v1/responses stores replies"),
     _inert(
         "prompt_cache_key prompt_cache_retention prompt_cache_options",
-        "prefixes are found by content; a cache changes no token",
+        "prefixes are cached by content; caching changes no token",
     ),
     _inert(
         "prompt_cache_max_len cache_prompt id_slot n_cache_reuse",
-        "a cache changes no token",
+        "caching changes no token",
         "Fireworks, llama.cpp",
     ),
     _inert(
         "request_id rid session_id session_params",
-        "a reply has an id of the server's",
+        "the server assigns the reply's id",
         "vLLM, SGLang, Zhipu, OpenRouter",
     ),
     _inert(
         "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank routed_dp_rank"
         " disagg_prefill_dp_rank kv_transfer_params ec_transfer_params",
-        "the server routes and hands over KV by itself",
+        "the server does routing and KV transfer itself",
         "vLLM, SGLang",
     ),
     _inert(
         "extra_key custom_labels trace betas billing_policy",
-        "labels and billing change no answer",
+        "labels and billing change no reply",
         "SGLang, OpenRouter, Anthropic",
     ),
     _inert("provider", "there is one provider", "OpenRouter"),
-    _inert("cache_control", "prefixes are found by content", "Anthropic, OpenRouter"),
+    _inert("cache_control", "prefixes are cached by content", "Anthropic, OpenRouter"),
     _inert(
         "prediction speculation",
-        "predicted text saves time elsewhere and changes no token",
+        "predicted text is not used; it would change no token",
         "OpenAI, Fireworks",
     ),
-    _inert("ngram_corpus_id", "drafts change no token", "SGLang"),
+    _inert("ngram_corpus_id", "speculative decoding changes no token", "SGLang"),
     _inert(
-        "backend_sampling sse_ping_interval", "how the server works, not what it says", "llama.cpp"
+        "backend_sampling sse_ping_interval", "internal options, which change no reply", "llama.cpp"
     ),
     _inert(
         "image image_config images_config access_programs",
-        "text is all that is read and made",
+        "only text is read and generated",
         "OpenAI, OpenRouter, SGLang",
     ),
     _refused("extra_body", "put its fields at the top of the body", "OpenAI SDK"),
@@ -141,7 +141,7 @@ _EVERYWHERE = (
     _refused("web_search_options", "send a tool that searches", "OpenAI", (None,)),
     _refused("enable_search search_options", "send a tool that searches", "DashScope"),
     _refused("enable_code_interpreter", "send a tool that runs code", "DashScope"),
-    _refused("translation_options asr_options skill", "say it in a message", "DashScope"),
+    _refused("translation_options asr_options skill", "put it into a message", "DashScope"),
     _refused(
         "vl_high_resolution_images media_io_kwargs mm_processor_kwargs",
         "send text",
@@ -150,12 +150,12 @@ _EVERYWHERE = (
     _refused("max_dynamic_patch min_dynamic_patch use_audio_in_video", "send text", "SGLang"),
     _refused("incremental_output", "streams are always incremental", "DashScope", (True,)),
     _refused("result_format", "send 'message', or leave it out", "DashScope", ("message",)),
-    _refused("audio", "text is all that is made"),
-    _refused("modalities", "text is all that is made", "OpenAI", (["text"],)),
+    _refused("audio", "only text is generated"),
+    _refused("modalities", "only text is generated", "OpenAI", (["text"],)),
     _refused(
         "bad_words allowed_token_ids logit_processors logits_processors custom_logit_processor"
         " custom_params vllm_xargs",
-        "use logit_bias in /v1/chat/completions",
+        "send logit_bias to /v1/chat/completions",
         "vLLM, SGLang",
     ),
     _refused(
@@ -171,17 +171,17 @@ _EVERYWHERE = (
     ),
     _refused("use_beam_search", "send n for several texts", "vLLM"),
     _refused("length_penalty", "it is for beam search; leave it out", "vLLM", (1,)),
-    _refused("repetition_detection", "loops are found anyway; see stop_repetition", "vLLM"),
+    _refused("repetition_detection", "loops are always detected; see stop_repetition", "vLLM"),
     _refused("watermarking", _LEAVE, "vLLM"),
     _refused("stop_regex", "send stop strings", "SGLang"),
     _refused(
         "no_stop_trim include_stop_str_in_output",
-        "the stop string is never part of a text",
+        "a reply never includes the stop string",
         "vLLM, SGLang",
     ),
     _refused(
         "skip_special_tokens spaces_between_special_tokens",
-        "control tokens are no text",
+        "a reply's text has no control tokens",
         "vLLM, SGLang",
         (True,),
     ),
@@ -201,12 +201,12 @@ _EVERYWHERE = (
         "vLLM",
     ),
     _refused("documents", "put documents into a message", "vLLM"),
-    _refused("task", "say it in a message", "SGLang"),
+    _refused("task", "put it into a message", "SGLang"),
     _refused("lora lora_path", "only the model itself is served", "SGLang, llama.cpp"),
     _refused(
         "return_hidden_states return_routed_experts return_meta_info return_cached_tokens_details"
         " return_prompt_text routed_experts_start_len routed_experts_prompt_start",
-        "a reply does not have it",
+        "replies do not include it",
         "vLLM, SGLang",
         (0,),
     ),
@@ -222,16 +222,24 @@ _EVERYWHERE = (
     ),
     _inert("return_mm_kwargs", "it is for prompts with images", "vLLM"),
     _refused("logprob_token_ids", "send top_logprobs to /v1/chat/completions", "vLLM"),
-    _refused("stream_interval", "tokens come as they are drawn", "vLLM", (1,)),
+    _refused("stream_interval", "each token is streamed when it is generated", "vLLM", (1,)),
     _refused(
         "n_probs", "send logprobs and top_logprobs to /v1/chat/completions", "llama.cpp", (0,)
     ),
-    _refused("post_sampling_probs", "log-probabilities are the model's own", "llama.cpp"),
     _refused(
-        "response_fields timings_per_token return_progress", "a reply does not have it", "llama.cpp"
+        "post_sampling_probs",
+        "log-probabilities are the model's, before sampling options",
+        "llama.cpp",
     ),
     _refused(
-        "perf_metrics_in_response raw_output sampling_mask", "a reply does not have it", "Fireworks"
+        "response_fields timings_per_token return_progress",
+        "replies do not include it",
+        "llama.cpp",
+    ),
+    _refused(
+        "perf_metrics_in_response raw_output sampling_mask",
+        "replies do not include it",
+        "Fireworks",
     ),
     _refused("max_length", "send max_tokens", "others"),
     _refused(
@@ -243,7 +251,7 @@ _EVERYWHERE = (
     _inert(
         "repeat_last_n dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers"
         " xtc_threshold mirostat_tau mirostat_eta mirostat_lr dynatemp_exponent",
-        "they set a sampler that is refused by its own field",
+        "they are options of samplers whose own fields are rejected",
         "llama.cpp, Fireworks",
     ),
     _refused(
@@ -261,69 +269,86 @@ _EVERYWHERE = (
     _inert("n_keep n_discard", "no token of a prompt is ever dropped", "llama.cpp"),
     _refused("prompt_cache_isolation_key", "send cache_salt", "Fireworks"),
     _refused(
-        "compliance inference_geo", "this server is what it is; leave it out", "Together, Anthropic"
+        "compliance inference_geo",
+        "leave it out; this server cannot change it",
+        "Together, Anthropic",
     ),
 )
 """Fields of every API, unless an API's own row says otherwise."""
 
 _TEMPLATED = (
-    _served("chat_template_kwargs", "variables of the chat template", "vLLM, SGLang, llama.cpp"),
+    _served("chat_template_kwargs", "variables for the chat template", "vLLM, SGLang, llama.cpp"),
     _served("chat_template_args", "", "TensorRT-LLM", alias="chat_template_kwargs"),
-    _served("enable_thinking", "true or false: think or do not", "DashScope, SiliconFlow"),
+    _served(
+        "enable_thinking",
+        "true: the model reasons before it answers; false: it does not",
+        "DashScope, SiliconFlow",
+    ),
     _served(
         "thinking thinking.type",
-        "true, false, or a type: enabled, disabled; adaptive and auto leave it to the template",
+        "true, false, or a type: enabled, disabled; with adaptive and auto the chat template decides",
         "DeepSeek, Anthropic, Zhipu, Moonshot, Fireworks",
     ),
-    _served("thinking.budget_tokens", "most reasoning tokens", "Anthropic, Fireworks"),
+    _served("thinking.budget_tokens", "maximum number of reasoning tokens", "Anthropic, Fireworks"),
     _served(
         "thinking_budget thinking_token_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens",
-        "most reasoning tokens; -1 for no limit",
+        "maximum number of reasoning tokens; -1 for no limit",
         "DashScope, SiliconFlow, vLLM, llama.cpp",
     ),
     _served(
         "reasoning_effort",
-        "none, or how much to think",
+        "none, or the amount of reasoning",
         "OpenAI, DeepSeek, vLLM, SGLang, Fireworks",
     ),
-    _served("reasoning", "an object with what follows", "OpenAI, OpenRouter, Together"),
-    _served("reasoning.effort", "none, or how much to think", "OpenAI, OpenRouter"),
-    _served("reasoning.enabled", "true or false: think or do not", "OpenRouter, Together"),
-    _served("reasoning.max_tokens", "most reasoning tokens", "OpenRouter"),
-    _inert("reasoning.summary reasoning.generate_summary", "the reasoning itself is in the reply"),
+    _served("reasoning", "an object with the fields below", "OpenAI, OpenRouter, Together"),
+    _served("reasoning.effort", "none, or the amount of reasoning", "OpenAI, OpenRouter"),
+    _served(
+        "reasoning.enabled",
+        "true: the model reasons before it answers; false: it does not",
+        "OpenRouter, Together",
+    ),
+    _served("reasoning.max_tokens", "maximum number of reasoning tokens", "OpenRouter"),
+    _inert("reasoning.summary reasoning.generate_summary", "the reply has the full reasoning"),
     _refused(
         "reasoning.context",
-        "reasoning of earlier turns is not read again",
+        "reasoning of earlier turns is not part of the prompt",
         "OpenAI",
         ("auto", "current_turn"),
     ),
     _refused("reasoning.mode", _LEAVE, "OpenAI", ("standard",)),
-    _refused("thinking.keep", "reasoning of earlier turns is not read again", "Moonshot"),
+    _refused("thinking.keep", "reasoning of earlier turns is not part of the prompt", "Moonshot"),
     _refused(
-        "thinking.clear_thinking", "reasoning of earlier turns is not read again", "Zhipu", (True,)
+        "thinking.clear_thinking",
+        "reasoning of earlier turns is not part of the prompt",
+        "Zhipu",
+        (True,),
     ),
-    _refused("preserve_thinking", "reasoning of earlier turns is not read again", "DashScope"),
+    _refused(
+        "preserve_thinking", "reasoning of earlier turns is not part of the prompt", "DashScope"
+    ),
     _refused(
         "reasoning_history",
-        "reasoning of earlier turns is not read again",
+        "reasoning of earlier turns is not part of the prompt",
         "Fireworks",
         ("disabled",),
     ),
     _refused("thinking.display", "send include_reasoning", "Anthropic", ("summarized",)),
     _inert("thinking.block_binding", "signatures of thinking blocks are not checked", "Anthropic"),
-    _refused("reasoning_budget_message", "nothing is said before the end mark", "llama.cpp"),
+    _refused(
+        "reasoning_budget_message", "no message is inserted when the budget is used up", "llama.cpp"
+    ),
     _refused("thinking_forced_open", "send enable_thinking", "llama.cpp"),
-    _refused("reasoning_in_content", "reasoning has a field of its own", "llama.cpp"),
+    _refused("reasoning_in_content", "reasoning has a separate field", "llama.cpp"),
     _refused(
         "reasoning_format",
-        "reasoning has a field of its own",
+        "reasoning has a separate field",
         "llama.cpp",
         ("auto", "deepseek", "parsed"),
     ),
-    _refused("separate_reasoning", "reasoning has a field of its own", "SGLang", (True,)),
-    _refused("stream_reasoning", "reasoning is streamed as it is drawn", "SGLang", (True,)),
-    _inert("tool_stream", "calls are always streamed as they are drawn", "Zhipu, DashScope"),
-    _refused("parse_tool_calls", "calls are always set apart", "llama.cpp", (True,)),
+    _refused("separate_reasoning", "reasoning has a separate field", "SGLang", (True,)),
+    _refused("stream_reasoning", "reasoning is streamed when it is generated", "SGLang", (True,)),
+    _inert("tool_stream", "calls are always streamed when they are generated", "Zhipu, DashScope"),
+    _refused("parse_tool_calls", "calls always have a separate field", "llama.cpp", (True,)),
 )
 """Fields of every API with a chat template."""
 
@@ -337,23 +362,27 @@ _OLDER = (
     _served("n_cmpl", "", "llama.cpp", alias="n"),
     _served("min_new_tokens", "", "SGLang", alias="min_tokens"),
     _served("random_seed", "", "others", alias="seed"),
-    _served("return_token_ids", "ids of the prompt and of the reply", "vLLM, SGLang"),
+    _served(
+        "return_token_ids",
+        "true: include the token ids of the prompt and the reply",
+        "vLLM, SGLang",
+    ),
     _served("stream_options stream_options.include_usage"),
     _served(
         "stream_options.continuous_usage_stats",
-        "with include_usage: usage so far in each chunk",
+        "with include_usage: each chunk has the usage so far",
         "vLLM, SGLang",
     ),
     _inert("stream_options.include_obfuscation", "chunks are not padded"),
     _served(
         "usage usage.include",
-        "streamed: as stream_options.include_usage; a whole reply always has it",
+        "in a stream: same as stream_options.include_usage; other replies always have usage",
         "OpenRouter",
     ),
     _served("response_format response_format.type", "text, json_object or json_schema"),
     _served(
         "response_format.schema",
-        "a schema beside json_object or json_schema",
+        "a schema, with type json_object or json_schema",
         "llama.cpp, Together, Fireworks",
     ),
     _served(
@@ -362,9 +391,9 @@ _OLDER = (
     ),
     _inert(
         "response_format.json_schema.description",
-        "the model is held to the schema and is not told of it",
+        "output is constrained by the schema; the prompt does not include it",
     ),
-    _inert("response_format.json_schema.strict", "a schema is always held to"),
+    _inert("response_format.json_schema.strict", "output always follows the schema"),
     _refused(
         "response_format.grammar response_format.pattern response_format.regex response_format.structures"
         " response_format.triggers response_format.format",
@@ -373,14 +402,14 @@ _OLDER = (
     ),
     _served(
         "context_length_exceeded_behavior",
-        "truncate: a limit beyond the context ends there; error: it is a 400",
+        "if the token limit exceeds the context: truncate lowers it; error returns a 400",
         "Together, Fireworks",
     ),
 )
 """Fields of OpenAI's two older APIs."""
 
 _NEWER = (
-    _refused("n n_cmpl best_of", "ask again for another text", "OpenAI", (1,)),
+    _refused("n n_cmpl best_of", "send one request per reply", "OpenAI", (1,)),
     _refused("stop", "send it to /v1/chat/completions"),
     _refused("min_tokens min_new_tokens", "send it to /v1/chat/completions", "vLLM", (0,)),
     _refused(
@@ -398,14 +427,16 @@ _NEWER = (
         "Together",
         ("error",),
     ),
-    _refused("include_reasoning", "reasoning is in the reply", "vLLM, OpenRouter", (True,)),
-    _refused("reasoning.exclude", "reasoning is in the reply", "OpenRouter"),
+    _refused(
+        "include_reasoning", "the reply always has the reasoning", "vLLM, OpenRouter", (True,)
+    ),
+    _refused("reasoning.exclude", "the reply always has the reasoning", "OpenRouter"),
     _refused("functions function_call", "send tools"),
     _refused("prompt_logprobs echo suffix", "send it to /v1/completions", "vLLM"),
-    _inert("stream_options usage", "usage comes in the last event"),
+    _inert("stream_options usage", "the last event has the usage"),
     _refused("add_generation_prompt", "send it to /v1/chat/completions", "vLLM", (True,)),
     _refused("continue_final_message", "send it to /v1/chat/completions", "vLLM"),
-    _refused("add_special_tokens", "the chat template writes them", "vLLM"),
+    _refused("add_special_tokens", "the chat template adds them", "vLLM"),
 )
 """Fields of the two older APIs that the two newer ones do not serve."""
 
@@ -419,39 +450,42 @@ _CHAT = (
     ),
     _served(
         "messages[].prefix messages[].partial",
-        "true on the last message: the reply goes on from it",
+        "true on the last message: the reply continues it",
         "DeepSeek, Moonshot, DashScope",
     ),
     _served(
         "messages[].reasoning_content",
-        "beside prefix: what the reply's reasoning begins with; else not read",
+        "with prefix: the beginning of the reply's reasoning; otherwise not read",
         "DeepSeek",
     ),
     _inert(
         "messages[].reasoning messages[].reasoning_details",
-        "reasoning of earlier turns is not read again",
+        "reasoning of earlier turns is not part of the prompt",
         "OpenRouter, vLLM",
     ),
     _inert(
         "messages[].annotations messages[].metadata messages[].status messages[].id messages[].type"
         " messages[].tool_calls[].index",
-        "what clients send back of a reply",
+        "clients return these fields of earlier replies",
     ),
     _inert(
         "messages[].cache_control messages[].content[].cache_control messages[].content[].prompt_cache_breakpoint"
         " tools[].cache_control",
-        "prefixes are found by content",
+        "prefixes are cached by content",
         "Anthropic, OpenRouter",
     ),
     _refused("messages[].function_call", "send tool_calls"),
-    _refused("messages[].audio", "text is all that is read"),
+    _refused("messages[].audio", "only text is read"),
     _refused("messages[].tools", "send tools at the top", "SGLang"),
     _refused(
         "messages[].content[].image_url messages[].content[].input_audio messages[].content[].file"
         " messages[].content[].video_url messages[].content[].audio_url",
-        "text is all that is read",
+        "only text is read",
     ),
-    _served("max_completion_tokens max_tokens", "most tokens of a reply, reasoning included"),
+    _served(
+        "max_completion_tokens max_tokens",
+        "maximum number of tokens in a reply, including reasoning",
+    ),
     _served("max_output_tokens max_new_tokens", "", _LIMITS_BY, alias="max_tokens"),
     _served("n_predict num_predict", "", _LIMITS_BY, alias="max_tokens", unset=(-1, -2)),
     _served("logprobs top_logprobs"),
@@ -461,16 +495,16 @@ _CHAT = (
     ),
     _refused(
         "tools[].defer_loading tools[].function.defer_loading",
-        "all tools of a chat are offered",
+        "all tools are always offered to the model",
         "vLLM, SGLang",
     ),
     _served("tool_choice parallel_tool_calls"),
     _refused("functions", "send tools"),
     _refused("function_call", "send tool_choice", "OpenAI", ("none", "auto")),
-    _served("verbosity", "a variable of the chat template"),
+    _served("verbosity", "passed to the chat template as a variable"),
     _served(
         "include_reasoning reasoning.exclude",
-        "the reply leaves its reasoning out",
+        "the reply omits its reasoning",
         "vLLM, OpenRouter",
     ),
     _served("add_generation_prompt continue_final_message", "", "vLLM"),
@@ -479,7 +513,7 @@ _CHAT = (
     _refused("system", "send a message of role system", "Anthropic"),
     _refused("stop_sequences", "send stop", "Anthropic"),
     _refused("text", "send response_format"),
-    _refused("add_special_tokens", "the chat template writes them", "vLLM"),
+    _refused("add_special_tokens", "the chat template adds them", "vLLM"),
     _refused("echo prompt_logprobs suffix", "send it to /v1/completions", "OpenAI, vLLM"),
     _refused("prefix", "put it into the last message", "others"),
     _refused("best_of", "send n", "OpenAI", (1,)),
@@ -487,42 +521,47 @@ _CHAT = (
 
 _COMPLETION = (
     _served("prompt suffix echo logprobs"),
-    _served("prompt_logprobs", "only where the reply is not streamed", "vLLM"),
-    _served("best_of", "as n, or left out"),
-    _served("max_tokens", "0: nothing is generated; without it the context is the limit"),
+    _served("prompt_logprobs", "not with stream", "vLLM"),
+    _served("best_of", "must equal n"),
+    _served("max_tokens", "0: nothing is generated; default: up to the model's context"),
     _served(
         "max_completion_tokens max_output_tokens max_new_tokens", "", _LIMITS_BY, alias="max_tokens"
     ),
     _served("n_predict num_predict", "", _LIMITS_BY, alias="max_tokens", unset=(-1, -2)),
-    _refused("add_special_tokens", "the begin token is the tokenizer's to add", "vLLM", (True,)),
+    _refused(
+        "add_special_tokens",
+        "the tokenizer decides whether a begin token is added",
+        "vLLM",
+        (True,),
+    ),
     _refused("add_generation_prompt", "send a chat", "vLLM", (True,)),
     _refused("continue_final_message messages", "send a chat", "vLLM"),
     _refused("tools functions", "send a chat"),
     _refused("tool_choice function_call", "send a chat", "OpenAI", ("none", "auto")),
     _refused("parallel_tool_calls", "send a chat", "OpenAI", (True,)),
-    _refused("top_logprobs", "send logprobs, a number", "OpenAI", (0,)),
+    _refused("top_logprobs", "send a number as logprobs", "OpenAI", (0,)),
     _refused("verbosity", "send a chat", "OpenAI", ("medium",)),
     _refused(
         "thinking enable_thinking reasoning reasoning_effort preserve_thinking reasoning_history"
         " reasoning_in_content thinking_forced_open",
-        "send a chat: a text has no reasoning set apart",
+        "send a chat; completions have no separate reasoning",
         "DashScope, SiliconFlow, OpenAI, Fireworks",
     ),
     _refused(
         "thinking_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens"
         " thinking_token_budget",
-        "send a chat: a text has no reasoning set apart",
+        "send a chat; completions have no separate reasoning",
         "DashScope, vLLM, llama.cpp",
         (-1,),
     ),
     _inert(
         "reasoning_format stream_reasoning parse_tool_calls tool_stream reasoning_budget_message",
-        "a text has neither reasoning nor calls set apart",
+        "completions have no separate reasoning or calls",
         "llama.cpp, SGLang, Zhipu",
     ),
     _refused(
         "include_reasoning separate_reasoning",
-        "a text has no reasoning set apart",
+        "completions have no separate reasoning",
         "vLLM, SGLang",
         (True,),
     ),
@@ -540,27 +579,27 @@ _RESPONSE = (
     _served(
         "input[].summary input[].summary[].type input[].summary[].text input[].summary[].refusal"
         " input[].status",
-        "listed with the input; not read",
+        "listed with the input, but not part of the prompt",
     ),
     _inert(
         "input[].encrypted_content input[].phase input[].caller input[].content[].annotations"
         " input[].content[].logprobs input[].content[].prompt_cache_breakpoint input[].output[].prompt_cache_breakpoint"
         " input[].internal_chat_message_metadata_passthrough",
-        "what clients send back of a reply",
+        "clients return these fields of earlier replies",
     ),
     _served("instructions previous_response_id metadata tool_choice parallel_tool_calls"),
     _served("store", "false: the response is not kept"),
-    _served("max_output_tokens", "most tokens of a reply, reasoning included"),
+    _served("max_output_tokens", "maximum number of tokens in a reply, including reasoning"),
     _served(
         "max_tokens max_completion_tokens max_new_tokens", "", _LIMITS_BY, alias="max_output_tokens"
     ),
     _served("n_predict num_predict", "", _LIMITS_BY, alias="max_output_tokens", unset=(-1, -2)),
     _served(
         "tools tools[].type tools[].name tools[].description tools[].parameters tools[].strict",
-        "functions; tools that only a provider can run are left out, and the log says so",
+        "functions; tools that only a provider can run are ignored and logged",
     ),
     _served("tools[].tools", "functions of a namespace", "OpenAI (Codex)"),
-    _served("tools[].format", "grammar of a custom tool's input, which the model is told of"),
+    _served("tools[].format", "grammar of a custom tool's input; it is part of the prompt"),
     _inert(
         "tools[].defer_loading tools[].output_schema tools[].async",
         "all functions are offered at once",
@@ -575,23 +614,24 @@ _RESPONSE = (
         " tools[].input_fidelity tools[].input_image_mask tools[].model tools[].moderation"
         " tools[].output_compression tools[].output_format tools[].partial_images tools[].quality tools[].size"
         " tools[].return_token_budget tools[].image_settings tools[].tunnel_id",
-        "they are of tools that are left out",
+        "they belong to tools that are ignored",
     ),
     _served("text text.format text.format.type text.format.name text.format.schema"),
-    _inert("text.format.description", "the model is held to the schema and is not told of it"),
-    _inert("text.format.strict", "a schema is always held to"),
-    _served("text.verbosity", "a variable of the chat template"),
-    _served(
-        "include", "reasoning.encrypted_content: there is none, as reasoning comes in the clear"
+    _inert(
+        "text.format.description",
+        "output is constrained by the schema; the prompt does not include it",
     ),
+    _inert("text.format.strict", "output always follows the schema"),
+    _served("text.verbosity", "passed to the chat template as a variable"),
+    _served("include", "reasoning.encrypted_content has no effect: reasoning is not encrypted"),
     _served("truncation", "disabled"),
     _served("top_k", "", "vLLM"),
-    _inert("client_metadata", "labels change no answer", "OpenAI (Codex)"),
+    _inert("client_metadata", "labels change no reply", "OpenAI (Codex)"),
     _refused("background", "read the stream, or wait for the reply"),
     _refused("conversation", "send previous_response_id"),
     _refused("prompt", "send the text itself"),
     _refused("context_management", "shorten the input in the client"),
-    _refused("max_tool_calls", "nothing but the model runs here"),
+    _refused("max_tool_calls", "this server runs no tools"),
     _refused("messages", "send input"),
     _refused("response_format", "send text.format"),
     _refused("verbosity", "send text.verbosity", "OpenAI", ("medium",)),
@@ -611,27 +651,27 @@ _MESSAGE = (
     ),
     _inert(
         "messages[].content[].thinking messages[].content[].signature messages[].content[].data",
-        "reasoning of earlier turns is not read again",
+        "reasoning of earlier turns is not part of the prompt",
         "Anthropic",
     ),
     _inert(
         "messages[].content[].cache_control messages[].content[].content[].cache_control system[].cache_control"
         " tools[].cache_control",
-        "prefixes are found by content",
+        "prefixes are cached by content",
         "Anthropic",
     ),
     _inert(
         "messages[].content[].caller messages[].content[].citations messages[].content[].content[].citations"
         " system[].citations messages[].content[].toolset messages[].content[].toolset_name",
-        "what clients send back of a reply",
+        "clients return these fields of earlier replies",
         "Anthropic",
     ),
     _refused(
         "system[].clear_at messages[].content[].clear_at",
-        "the whole system text is read",
+        "the whole system text is always read",
         "Anthropic",
     ),
-    _served("max_tokens", "most tokens of a reply, reasoning included", "Anthropic"),
+    _served("max_tokens", "maximum number of tokens in a reply, including reasoning", "Anthropic"),
     _served(
         "max_completion_tokens max_output_tokens max_new_tokens max_tokens_to_sample",
         "",
@@ -645,9 +685,15 @@ _MESSAGE = (
         "",
         "Anthropic",
     ),
-    _served("tools[].defer_loading", "true: offered once a tool_reference names it", "Anthropic"),
+    _served(
+        "tools[].defer_loading",
+        "true: the tool is offered after a tool_reference to it",
+        "Anthropic",
+    ),
     _inert(
-        "tools[].eager_input_streaming", "calls are always streamed as they are drawn", "Anthropic"
+        "tools[].eager_input_streaming",
+        "calls are always streamed when they are generated",
+        "Anthropic",
     ),
     _refused("tools[].allowed_callers", "the model calls directly", "Anthropic", (["direct"],)),
     _refused("tools[].input_examples", "put examples into the description", "Anthropic"),
@@ -658,7 +704,7 @@ _MESSAGE = (
     ),
     _served(
         "thinking.display",
-        "omitted: thinking blocks have no text; nothing is summarized",
+        "omitted: thinking blocks have no text; with other values they have the full reasoning",
         "Anthropic",
     ),
     _served(
@@ -668,30 +714,34 @@ _MESSAGE = (
     ),
     _served(
         "output_format output_format.type output_format.schema",
-        "as output_config.format",
+        "same as output_config.format",
         "Anthropic",
     ),
     _refused("output_config.task_budget", "send max_tokens", "Anthropic"),
     _served(
         "context_management context_management.edits context_management.edits[].type"
         " context_management.edits[].keep",
-        "clear_thinking_20251015 changes nothing; other edits are a 400",
+        "clear_thinking_20251015 has no effect; other edits return a 400",
         "Anthropic",
     ),
     _inert(
         "context_management.edits[].clear_at_least context_management.edits[].clear_tool_inputs"
         " context_management.edits[].exclude_tools context_management.edits[].trigger"
         " context_management.edits[].instructions context_management.edits[].pause_after_compaction",
-        "they are of edits that are a 400",
+        "they belong to edits that return a 400",
         "Anthropic",
     ),
-    _served("thread", "refused with a code that has clients send whole conversations", "Anthropic"),
+    _served(
+        "thread",
+        "rejected with a code after which clients send the whole conversation",
+        "Anthropic",
+    ),
     _inert(
         "diagnostics user_profile_id workspace_id fallback_credit_token",
-        "they change no answer",
+        "they change no reply",
         "Anthropic",
     ),
-    _refused("container mcp_servers", "nothing but the model runs here", "Anthropic"),
+    _refused("container mcp_servers", "this server runs no tools", "Anthropic"),
     _refused("compaction", "shorten the conversation in the client", "Anthropic"),
     _refused("response_format text", "send output_config.format"),
     _refused(
@@ -705,7 +755,7 @@ _MESSAGE = (
 
 _TOKENIZE = (
     _served("prompt messages add_special_tokens return_token_strs", "", "vLLM"),
-    _inert("mm_processor_kwargs media_io_kwargs", "a prompt is text", "vLLM"),
+    _inert("mm_processor_kwargs media_io_kwargs", "prompts are text only", "vLLM"),
 )
 
 _API_TO_ROWS = {

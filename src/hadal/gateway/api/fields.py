@@ -85,9 +85,7 @@ def check_fields(body: bytes, api: str) -> NamedBody:
     given = decode(body, _Raws)
     for name in _SMALL:
         if len(given.get(name, b"")) > _MAX_SMALL_BYTES:
-            raise RequestError(
-                f"{name} has more than {_MAX_SMALL_BYTES} bytes; it is too long.", name
-            )
+            raise RequestError(f"{name} has more than {_MAX_SMALL_BYTES} bytes; shorten it.", name)
     unknown: dict[str, None] = {}
     _check_object(given, _tree_of(api), "", unknown)
     for path in unknown:
@@ -108,7 +106,7 @@ def _named(body: bytes, given: _Raws, api: str) -> NamedBody:
         other = given.get(row.alias)
         if other is not None and bytes(other) not in (b"null", bytes(raw)):
             first = own_to_sent.get(row.alias, row.alias)
-            raise RequestError(f"{first} and {name} say different things; send one.", name)
+            raise RequestError(f"{first} and {name} have different values; send one.", name)
         given[row.alias] = raw
         own_to_sent[row.alias] = name
     if not own_to_sent:

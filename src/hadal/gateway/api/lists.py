@@ -13,7 +13,7 @@ def read_limit(query: Mapping[str, str], most: int, default: int = 20) -> int:
     """Return the requested number of objects. Raises RequestError."""
     text = query.get("limit", str(default))
     if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
-        raise RequestError(f"limit is {text[:40]!r}; 1 to {most} is possible.", "limit")
+        raise RequestError(f"limit is {text[:40]!r}; send 1 to {most}.", "limit")
     return int(text)
 
 
@@ -21,7 +21,7 @@ def is_ascending(query: Mapping[str, str]) -> bool:
     """Return True for ascending order; the default is descending. Raises RequestError."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise RequestError("order has to be 'asc' or 'desc'.", "order")
+        raise RequestError("order must be 'asc' or 'desc'.", "order")
     return order == "asc"
 
 

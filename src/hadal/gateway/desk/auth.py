@@ -82,7 +82,7 @@ class Keys:
             if first is not None and replace(first, rights=frozenset()) != replace(
                 tenant, rights=frozenset()
             ):
-                raise ConfigError("a key stands there twice, and what is behind it differs.")
+                raise ConfigError("a key is given twice, with different values.")
             rights = tenant.rights | (first.rights if first is not None else frozenset())
             digest_to_tenant[digest] = replace(tenant, rights=rights)
         # Digests have one length, so the time of a comparison does not reveal a key's length
@@ -97,7 +97,7 @@ class Keys:
         """Tenants in the order of their keys. A hashed key's salt is empty (unknown)."""
         names = [tenant.name for tenant in self.tenants]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"two keys have the name {min(twice)}; a name is one tenant's.")
+            raise ConfigError(f"two keys have the name {min(twice)}; names must be unique.")
         self._is_closed = is_closed
         self.is_known = is_known
 
@@ -135,7 +135,7 @@ class Keys:
         if not any(matches):
             raise ApiError(
                 401,
-                "This API key is not known; check it.",
+                "This API key is not valid; check it.",
                 code="invalid_api_key",
                 headers=_CHALLENGE,
             )
@@ -155,21 +155,21 @@ _MAX_WEIGHT = 1000.0
 def parse_key(line: str) -> tuple[bytes, Tenant]:
     """Return a key's digest and its tenant. Raises ConfigError, which does not show the key."""
     if _CONTROL.search(line):
-        raise ConfigError("there is a control character in it.")
+        raise ConfigError("control characters are not allowed.")
     key, *words = line.split()
     if "," in line:
-        raise ConfigError("a key cannot hold a comma.")
+        raise ConfigError("a key cannot contain a comma.")
     rights = frozenset(word for word in words if "=" not in word)
     pairs = [word.partition("=")[::2] for word in words if "=" in word]
     if not RIGHTS.issuperset(rights) or not _FIELDS.keys() >= {name for name, _ in pairs}:
         raise ConfigError(
-            f"what stands behind the key is no right: there may be {' and '.join(sorted(RIGHTS))},"
-            f" and values of {', '.join(_FIELDS)}; and no key has a blank."
+            f"a word after the key is not valid: the rights {' and '.join(sorted(RIGHTS))}, and values"
+            f" of {', '.join(_FIELDS)}, are allowed; a key contains no blanks."
         )
     digest, salt = _digest(key.encode()), salt_of(key.encode())
     if key.startswith(HASHED):
         if not re.fullmatch("[0-9a-f]{64}", key[len(HASHED) :]):
-            raise ConfigError(f"behind {HASHED} stand the 64 hex digits of a key's hash.")
+            raise ConfigError(f"{HASHED} must be followed by the 64 hex digits of a key's hash.")
         digest, salt = bytes.fromhex(key[len(HASHED) :]), b""
     values: dict[str, list[str]] = {}
     for name, value in pairs:
@@ -180,7 +180,7 @@ def parse_key(line: str) -> tuple[bytes, Tenant]:
 def _tenant(salt: bytes, rights: frozenset[str], values: dict[str, list[str]]) -> Tenant:
     for name, given in values.items():
         if len(given) > 1 and name != MODEL:
-            raise ConfigError(f"{name} stands there twice.")
+            raise ConfigError(f"{name} is given twice.")
     read = {name: _FIELDS[name](name, given[0]) for name, given in values.items()}
     if not salt and NAME not in values:
         raise ConfigError("a hashed key needs a name: name=NAME.")
@@ -204,8 +204,8 @@ def check_name(field: str, text: str) -> str:
     """Return the name if it is a valid tenant name. Raises ConfigError."""
     if not _NAME_FORM.fullmatch(text):
         raise ConfigError(
-            f"{field} is {text[:70]!r}; up to 64 letters, digits and . _ @ - are needed, and"
-            f" neither {EVERYONE} nor one that begins with t-."
+            f"{field} is {text[:70]!r}; use up to 64 letters, digits and . _ @ -, but neither"
+            f" {EVERYONE} nor a name that begins with t-."
         )
     return text
 
@@ -218,7 +218,7 @@ def _model(field: str, text: str) -> str:
 
 def _number(field: str, text: str) -> int:
     if not re.fullmatch("[0-9]{1,13}", text) or not 1 <= int(text) <= _MAX_NUMBER:
-        raise ConfigError(f"{field} is {text[:70]!r}; a whole number from 1 on is needed.")
+        raise ConfigError(f"{field} is {text[:70]!r}; a whole number of at least 1 is needed.")
     return int(text)
 
 
@@ -227,8 +227,8 @@ def _pico_usd(field: str, text: str) -> int:
     micro = micro_usd(text) if is_amount else 0
     if not micro:
         raise ConfigError(
-            f"{field} is {text[:70]!r}; dollars are needed, from 0.000001 to 999999, with at most 6"
-            " decimals."
+            f"{field} is {text[:70]!r}; an amount in dollars is needed, from 0.000001 to 999999,"
+            " with at most 6 decimals."
         )
     return micro * PICO_PER_MICRO
 

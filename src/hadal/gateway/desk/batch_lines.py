@@ -28,12 +28,14 @@ def read_lines(
         if not raw.strip():
             continue
         if len(lines) == max_lines:
-            said = f"The file has more than {max_lines} requests."
+            said = f"The file has more than {max_lines} requests; split it."
             errors.append(line_error("too_many_requests", said, None, number))
             break
         line = _line_of(raw, number, endpoint, max_bytes)
         if isinstance(line, BatchLine) and line.custom_id in seen:
-            said = f"The custom_id {line.custom_id[:100]!r} stands in the file twice."
+            said = (
+                f"The custom_id {line.custom_id[:100]!r} occurs twice; every request needs its own."
+            )
             line = line_error("duplicate_custom_id", said, "custom_id", number)
         if isinstance(line, BatchLine):
             seen.add(line.custom_id)
@@ -41,7 +43,7 @@ def read_lines(
         elif len(errors) < MAX_ERRORS:
             errors.append(line)
     if not lines and not errors:
-        errors.append(line_error("empty_file", "The file has no request in it.", None, None))
+        errors.append(line_error("empty_file", "The file contains no requests.", None, None))
     return lines, errors
 
 
@@ -74,23 +76,25 @@ def _line_of(raw: bytes, number: int, endpoint: str, max_bytes: int) -> BatchLin
         line = _decode_line(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return line_error(
-            "invalid_json_line", f"The line is no request of a batch: {error}.", None, number
+            "invalid_json_line", f"The line is not a valid batch request: {error}.", None, number
         )
     except RecursionError:
         return line_error("invalid_json_line", "The line is nested too deeply.", None, number)
     if "\0" in line.custom_id:
-        return line_error("invalid_custom_id", "custom_id holds a null.", "custom_id", number)
+        return line_error(
+            "invalid_custom_id", "custom_id contains a null character.", "custom_id", number
+        )
     if not 1 <= len(line.custom_id) <= MAX_CUSTOM_ID_CHARS:
         said = f"custom_id needs 1 to {MAX_CUSTOM_ID_CHARS} characters."
         return line_error("invalid_custom_id", said, "custom_id", number)
     if line.method != "POST":
-        return line_error("invalid_method", "method has to be 'POST'.", "method", number)
+        return line_error("invalid_method", "method must be 'POST'.", "method", number)
     if line.url != endpoint:
         said = f"url is {line.url[:100]!r}; the batch's endpoint is {endpoint!r}."
         return line_error("mismatched_endpoint", said, "url", number)
     body = bytes(line.body)
     if not body.startswith(b"{"):
-        return line_error("invalid_body", "body has to be an object.", "body", number)
+        return line_error("invalid_body", "body must be a JSON object.", "body", number)
     if len(body) > max_bytes:
         said = f"body has more than {max_bytes} bytes."
         return line_error("body_too_large", said, "body", number)

@@ -160,10 +160,10 @@ class BatchWorker:
                     was_said = False
                 except BatchesDown as error:
                     if not was_said:
-                        log.error("batches stand still: %s", error)
+                        log.error("batches are paused: %s", error)
                     was_said = True
                 except Exception:  # Our own fault; interactive requests are still served.
-                    log.exception("batches stand still for %g s", _AGAIN_S)
+                    log.exception("batches are paused for %g s", _AGAIN_S)
                     await asyncio.sleep(_AGAIN_S)
                 try:
                     async with asyncio.timeout(_LOOK_S):
@@ -178,7 +178,7 @@ class BatchWorker:
             try:
                 await self._charges.settle()
             except BatchesDown as error:
-                log.error("what lines cost is charged at the next start: %s", error)
+                log.error("the cost of batch requests is charged at the next start: %s", error)
 
     def close(self) -> None:
         """Close the store. No more calls follow, and the ledger has been closed."""
@@ -248,7 +248,7 @@ class BatchWorker:
                     return  # The next look decides with the batch's new state.
             elif self._is_withdrawn(batch):
                 log.warning(
-                    "%s is cancelled: tenant %s has no key any more", batch.id, batch.tenant
+                    "%s is cancelled: tenant %s no longer has a key", batch.id, batch.tenant
                 )
                 await self.call(self.store.cancel, batch.tenant, batch.id, self._unix_s())
             elif tenant is None:
@@ -256,10 +256,10 @@ class BatchWorker:
                 return
             await self._end(batch)
         except BatchesDown as error:
-            log.error("%s stands still: %s", batch.id, error)
+            log.error("%s is paused: %s", batch.id, error)
             await asyncio.sleep(_AGAIN_S)
         except Exception:
-            log.exception("%s stands still", batch.id)
+            log.exception("%s is paused", batch.id)
             await asyncio.sleep(_AGAIN_S)
 
     async def _end(self, batch: BatchRow) -> None:
@@ -278,14 +278,14 @@ class BatchWorker:
         ids = (f"file-{uuid.uuid4().hex}", f"file-{uuid.uuid4().hex}")
         expired = b""
         if status == EXPIRED:
-            said = "This request was not begun before its batch's completion window ended."
+            said = "This request was not started before its batch's completion window ended."
             expired = b'"response":null,"error":' + msgspec.json.encode(
                 {"code": "batch_expired", "message": said}
             )
         ended = await self.call(self.store.end, now, status, self._unix_s(), ids, expired)
         if ended is not None:
             num = f"{ended.num_completed} of {ended.num_total} requests answered"
-            log.info("%s of %s is %s: %s", batch.id, batch.tenant, status, num)
+            log.info("%s of tenant %s is %s: %s", batch.id, batch.tenant, status, num)
 
     async def _validate(self, batch: BatchRow) -> None:
         lines, errors = await self.call(self._read, batch)
@@ -359,7 +359,7 @@ class BatchWorker:
         asking = replace(tenant, given_name=name, salt=salt)
         work: Work = await self._dialects[batch.endpoint].parse(line.body, request_id, asking)
         if work.ask.stream:
-            raise ApiError(400, "stream: a batch has no streams; leave it out.", param="stream")
+            raise ApiError(400, "stream is not supported in a batch; leave it out.", param="stream")
         return work
 
     async def _let_in(self, batch: BatchRow, work: Work, request_id: str) -> Reply | None:
@@ -471,7 +471,7 @@ class BatchWorker:
             except BatchesDown as error:
                 if self._is_late(batch):
                     raise
-                log.error("%s waits: %s", batch.id, error)
+                log.error("%s is paused: %s", batch.id, error)
                 await asyncio.sleep(_AGAIN_S)
 
     async def _refuse(
@@ -498,6 +498,6 @@ class BatchWorker:
 def _api_error(error: Exception) -> ApiError:
     """Return the error to record for a line. A fault of ours fails that line, not its batch."""
     if not isinstance(error, HadalError):
-        log.error("a line of a batch failed", exc_info=error)
+        log.error("a request of a batch failed", exc_info=error)
         return internal_error()
     return as_api_error(error)

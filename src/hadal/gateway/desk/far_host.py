@@ -167,7 +167,8 @@ class FarHost(Doors):
                         self._draining.set()
                     case _:
                         log.warning(
-                            "%s is not for a gateway without the front", type(message).__name__
+                            "%s received: this gateway has no front; the message is dropped",
+                            type(message).__name__,
                         )
 
     def check_room(self, tenant: str) -> None:
@@ -277,7 +278,7 @@ class FarHost(Doors):
         is_first, self._epoch = not self._epoch, heartbeat.epoch
         if not is_first:
             log.warning(
-                "the gateway with the front was started again, and %d generations go on there",
+                "the gateway with the front was restarted; %d generations continue there",
                 len(self._sent),
             )
         self.pages.give_up()
@@ -314,7 +315,9 @@ class FarHost(Doors):
         if [token.index for token in deliver.tokens] != [
             len(sent.output) + i for i in range(len(deliver.tokens))
         ]:
-            log.error("tokens of %s were lost on their way from the front", deliver.request_id)
+            log.error(
+                "tokens of %s were lost between the front and this gateway", deliver.request_id
+            )
             self._wire.send(FRONT, Leave(self._name, (deliver.request_id,)))
             deliver = Deliver(deliver.request_id, (), True, "tokens were lost between processes")
         sent.output += [token.token for token in deliver.tokens]
@@ -346,7 +349,7 @@ class FarHost(Doors):
             try:
                 self._then.pop(mailbox)()
             except Exception:
-                log.exception("the end of %s is not written down", request_id)
+                log.exception("the end of %s was not recorded", request_id)
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:

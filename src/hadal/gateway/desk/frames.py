@@ -55,7 +55,7 @@ def write_frames(path: Path, frames: Iterable[ConsoleFrame]) -> None:
             for frame in frames:
                 file.write(msgspec.json.encode(frame) + b"\n")
     except OSError as error:
-        raise ConfigError(f"{path}: it cannot be written ({error.strerror}).") from error
+        raise ConfigError(f"{path} cannot be written ({error.strerror}).") from error
 
 
 def read_frames(path: Path) -> list[ConsoleFrame]:
@@ -68,5 +68,5 @@ def read_frames(path: Path) -> list[ConsoleFrame]:
     except (OSError, EOFError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path}: not written by `hadal simulate --frames` ({error}).") from error
     if not frames:
-        raise ConfigError(f"{path}: there is nothing in it.")
+        raise ConfigError(f"{path}: the file contains no frames.")
     return frames

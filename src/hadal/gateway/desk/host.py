@@ -332,7 +332,7 @@ class Host(Doors):
             known = fields(request_id=log_id, unit=message.unit)
             log.log(
                 level,
-                "%s gave the request back (%s); it goes on elsewhere",
+                "%s returned the request (%s); it continues on another unit",
                 message.unit,
                 message.reason,
                 extra=known,
@@ -365,7 +365,7 @@ class Host(Doors):
         elif isinstance(effect, WakeAt):
             self._timer.set(effect.time_s)
         else:
-            raise TypeError(f"a front does not ask for {type(effect).__name__}")
+            raise TypeError(f"unknown effect of the front: {type(effect).__name__}")
 
     def _forget(self, request_id: str) -> None:
         self._mailboxes.pop(request_id, None)

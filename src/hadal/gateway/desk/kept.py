@@ -128,9 +128,11 @@ class KeptResponses:
         for (tenant, response_id), entry in self._entries.items():
             by_tenant[tenant] += entry.num_bytes
             if response_id not in self._tenant_to_ids.get(tenant, {}):
-                return [f"{response_id} is not among its tenant's"]
+                return [f"{response_id} is missing from its tenant's responses"]
         is_sound = by_tenant == self._tenant_to_bytes and by_tenant.total() == self.num_bytes
-        return [] if is_sound else ["the bytes of what is kept do not add up"]
+        return (
+            [] if is_sound else ["the sizes of the stored responses do not add up to their total"]
+        )
 
     def _expire(self) -> None:
         now_s = self._now()
@@ -197,7 +199,7 @@ class Responses:
         if answer is None or answer.status == 503:
             raise overloaded(
                 503,
-                "The gateway that keeps this response does not answer; try again.",
+                "The gateway that stores this response does not answer; try again.",
                 1.0,
                 "response_unreachable",
             )
@@ -221,8 +223,8 @@ class Responses:
         response_ids = dict.fromkeys(filter(None, map(response_id_of, item_ids)))
         if len(response_ids) > _MAX_NAMED:
             raise RequestError(
-                f"input names items of {len(response_ids)} responses; at most {_MAX_NAMED} are"
-                " allowed. Send the items themselves, or go on from a response by"
+                f"input references items of {len(response_ids)} responses; at most {_MAX_NAMED} are"
+                " allowed. Send the items themselves, or continue from a response with"
                 " previous_response_id.",
                 "input",
             )
@@ -270,13 +272,13 @@ class Responses:
 def _not_kept(response_id: str, keep_s: float) -> RequestError:
     """Return the error for a client that continues from a response that is not kept."""
     how_long = (
-        f"Responses are kept for {keep_s:g} s, unless they are many, or the gateway that"
-        " has them ends; send the conversation itself as input."
+        f"Responses are stored for {keep_s:g} s, or shorter if there are many or their gateway"
+        " ends; send the conversation itself as input."
         if keep_s
-        else "This server keeps no responses; send the conversation itself as input."
+        else "This server stores no responses; send the conversation itself as input."
     )
     return RequestError(
-        f"previous_response_id: {response_id[:80]!r} is not kept here for this API key. {how_long}",
+        f"previous_response_id: {response_id[:80]!r} is not stored for this API key. {how_long}",
         "previous_response_id",
         "previous_response_not_found",
     )

@@ -97,8 +97,8 @@ def add_line(path: Path, line: str) -> bool:
         name = parse_key(line)[1].name
         if name in _names(lines):
             raise ConfigError(
-                f"{path} has a key with the name {name} already; a name is one tenant's. Take another,"
-                f" or `hadal keys revoke {name}` first."
+                f"{path} already has a key with the name {name}. Choose another name, or run"
+                f" `hadal keys revoke {name}` first."
             )
         keys_of((), path, (*lines, line))
         _replace(path, [*written, line])
@@ -117,8 +117,8 @@ def remove_name(path: Path, name: str) -> None:
         kept = {line for line in lines if parse_key(line)[1].name != name}
         if not kept:
             raise ConfigError(
-                f"{path}: {name} has the only keys. A server needs one: add another tenant first, or"
-                " end the server."
+                f"{path}: only {name} has keys, and a server needs at least one. Add another tenant"
+                " first, or stop the server."
             )
         rest = [line for line in written if line.strip() in kept or line.strip() not in lines]
         _replace(path, [*rest, f"{_REVOKED}{name}"] if name not in _revoked(rest) else rest)
@@ -135,7 +135,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(f"{path}: there is no such folder ({error.strerror}).") from error
+        raise ConfigError(f"{path}: its folder cannot be opened ({error.strerror}).") from error
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
@@ -149,7 +149,7 @@ def _replace(path: Path, lines: Iterable[str]) -> None:
     try:
         replace_private(path, f"{text}\n".encode())
     except OSError as error:
-        raise ConfigError(f"{path}: it cannot be written ({error.strerror}).") from error
+        raise ConfigError(f"{path} cannot be written ({error.strerror}).") from error
 
 
 class KeysFile:
@@ -189,12 +189,12 @@ class KeysFile:
     def _check_kept(self, names: set[str], revoked: set[str]) -> None:
         """Raise ConfigError if the file may have been emptied or overwritten by accident."""
         if not names:
-            raise ConfigError(f"{self._path}: there is no key in it.")
+            raise ConfigError(f"{self._path}: the file contains no keys.")
         left = self._names - revoked
         if left and not left & names:
             raise ConfigError(
-                f"{self._path}: it has none of the tenants that it had. Add the new ones first, then"
-                " take out the old ones with `hadal keys revoke`."
+                f"{self._path}: the file contains none of its former tenants. Add the new ones first,"
+                " then remove the old ones with `hadal keys revoke`."
             )
         self._names = names
 
@@ -237,7 +237,7 @@ async def follow(
             keys = await changed()
             if keys is not None:
                 take(keys)
-                log.info("%d API keys are let in now", len(keys.tenants))
+                log.info("API keys changed: %d are accepted now", len(keys.tenants))
         except ConfigError as error:
-            log.error("the API keys stay what they were: %s", error)
+            log.error("the API keys were not changed: %s", error)
         await asyncio.sleep(FOLLOW_S)

@@ -105,7 +105,8 @@ class Mailbox:
         self._items.append((index, deliver))
         if len(self._items) >= self._most and self._close is not None and not self.gone:
             log.info(
-                "nothing of the stream is read; it is stopped", extra=fields(request_id=self.log_id)
+                "the client does not read the stream; the stream is stopped",
+                extra=fields(request_id=self.log_id),
             )
             self.gone = True
             # Not now: the front's effects up to this one must be sent before its next decision.

@@ -38,19 +38,19 @@ _REFUSAL_CODES = (OVERLOADED, RATE_CODE, BUDGET_CODE, NEVER_CODE)
 _UNIT_GAUGES = {
     "hadal_kv_blocks": ("KV blocks of a unit.", "num_blocks"),
     "hadal_kv_blocks_used": ("KV blocks of a unit that are in use.", "num_blocks_used"),
-    "hadal_unit_requests": ("Requests that a unit works on.", "num_requests"),
+    "hadal_unit_requests": ("Running requests of a unit.", "num_requests"),
     "hadal_unit_tokens_waiting": (
         "Prompt tokens not yet computed by a unit.",
         "num_tokens_waiting",
     ),
-    "hadal_unit_ranks": ("Living ranks of a unit.", "num_ranks"),
+    "hadal_unit_ranks": ("Ranks of a unit that are up.", "num_ranks"),
     "hadal_unit_formation": (
-        "Times a unit of several ranks has formed; raised by the loss and the return of a rank.",
+        "Membership version of a unit; increases when a rank is lost or returns.",
         "formation",
     ),
     "hadal_step_ms": ("Smoothed duration of a unit's step.", "step_ms"),
     "hadal_overhead_ms": (
-        "Smoothed time per step a unit stood idle though there was work.",
+        "Smoothed idle time of a unit per step while it had work.",
         "overhead_ms",
     ),
 }
@@ -60,15 +60,15 @@ _IDLE_S = 10.0
 _UNIT_COUNTERS = {
     "hadal_steps": ("Steps of a unit since it started.", "num_steps"),
     "hadal_replicas_moved": (
-        "Expert replicas whose weights travelled for the sake of balance.",
+        "Expert replicas moved between ranks for load balance.",
         "num_replicas_moved",
     ),
     "hadal_layers_flipped": (
-        "Times a layer's experts were placed or split anew while serving.",
+        "Changes of a layer's expert placement while serving.",
         "num_layers_flipped",
     ),
     "hadal_requests_moved": (
-        "Running requests that went on on another rank.",
+        "Running requests that were moved to another rank.",
         "num_requests_moved",
     ),
 }
@@ -77,34 +77,34 @@ _Cached = dict[str, tuple[str, dict[str, str]]]
 """Metric -> (description, tier -> its name in UnitReport.cache; tier "" if there are none)."""
 _CACHE_COUNTERS: _Cached = {
     "hadal_cache_hit_tokens": (
-        "Prompt tokens whose KV a unit found, by where.",
+        "Prompt tokens whose KV a unit found in its cache, by tier.",
         {"memory": cache.MEMORY_HIT_TOKENS, "disk": cache.DISK_HIT_TOKENS},
     ),
     "hadal_cache_miss_tokens": ("Prompt tokens that a unit computed.", {"": cache.MISS_TOKENS}),
     "hadal_cache_recomputed_tokens": (
-        "Of those, tokens on disk that were cheaper to compute than to read.",
+        "Prompt tokens found on disk but computed, because that is faster than reading.",
         {"": cache.RECOMPUTED_TOKENS},
     ),
     "hadal_cache_stored_blocks": (
-        "Blocks that a unit wrote to disk, durably.",
+        "Blocks that a unit stored durably on disk.",
         {"": cache.STORED_BLOCKS},
     ),
     "hadal_cache_skipped_blocks": (
-        "Blocks not written: the disk is full, fails or is too slow.",
+        "Blocks not stored because the disk is full, failing or too slow.",
         {"": cache.SKIPPED_BLOCKS},
     ),
     "hadal_cache_damaged_blocks": (
-        "Blocks read from disk that were not what they were taken for.",
+        "Blocks read from disk with wrong contents.",
         {"": cache.DAMAGED_BLOCKS},
     ),
     "hadal_cache_evicted_blocks": (
-        "Blocks that made room for others, by where.",
+        "Evicted blocks, by tier.",
         {"memory": cache.EVICTED_BLOCKS, "disk": cache.DISK_EVICTED_BLOCKS},
     ),
 }
 _CACHE_GAUGES: _Cached = {
     "hadal_cache_blocks": (
-        "Blocks that a unit can find by name.",
+        "Blocks in a unit's prefix cache, by tier.",
         {"memory": cache.MEMORY_BLOCKS, "disk": cache.DISK_BLOCKS},
     ),
 }
@@ -139,7 +139,7 @@ class Metrics:
         )
         self.first_token_s = Histogram(
             "hadal_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "Time from a request's arrival to its first token.",
             buckets=_LATENCY_S,
             registry=self._registry,
         )
@@ -151,13 +151,13 @@ class Metrics:
         )
         self.request_s = Histogram(
             "hadal_request_seconds",
-            "From a request's arrival to its end.",
+            "Time from a request's arrival to its end.",
             buckets=_LATENCY_S,
             registry=self._registry,
         )
         self._usage_tokens = Counter(
             "hadal_usage_prompt_tokens",
-            "Prompt tokens in the usage of complete replies, by whether a cache had them.",
+            "Prompt tokens in the usage of complete replies, by cache hit or miss.",
             ("cache",),
             registry=self._registry,
         )
@@ -165,7 +165,7 @@ class Metrics:
             self._usage_tokens.labels(found)
         self.refusals = Counter(
             "hadal_refusals",
-            "Requests for a generation that were not answered, by the error's code.",
+            "Refused generation requests, by error code.",
             ("code",),
             registry=self._registry,
         )
@@ -310,8 +310,8 @@ class OutputTokens(Collector):
         running = sum(reply.usage.num_output_tokens for reply in self._running)
         yield CounterMetricFamily(
             "hadal_output_tokens",
-            "Output tokens of replies, as usage and the ledger count them. Those of a batch's line "
-            "count when it is charged.",
+            "Output tokens of replies, as counted in usage and the ledger. Those of a batch request"
+            " count when it is charged.",
             self._num_counted + running,
         )
 
@@ -333,22 +333,22 @@ class _LedgerCollector(Collector):
         counts = self._counts()
         facts = CounterMetricFamily(
             "hadal_ledger_facts",
-            "Requests' closing facts by what became of them: written to the database, the same "
-            "again, refused (another fact has their id), delayed (waited for the database), lost.",
+            "Ledger facts by outcome: written to the database, same (already written), refused (another"
+            " fact has the id), delayed (waited for the database), lost.",
             labels=("outcome",),
         )
         for outcome in ("written", "same", "refused", "delayed", "lost"):
             facts.add_metric((outcome,), getattr(counts, f"num_{outcome}"))
         yield facts
         yield GaugeMetricFamily(
-            "hadal_ledger_waiting", "Facts that are in memory only.", counts.num_waiting
+            "hadal_ledger_waiting", "Ledger facts that are only in memory.", counts.num_waiting
         )
         yield GaugeMetricFamily(
-            "hadal_ledger_down", "1 while the ledger's database takes nothing.", counts.is_down
+            "hadal_ledger_down", "1 while the ledger's database accepts no writes.", counts.is_down
         )
         charged = CounterMetricFamily(
             "hadal_charged_dollars",
-            "What was charged since this process began, by tier.",
+            "Dollars charged since this process started, by tier.",
             labels=("tier",),
         )
         for tier, pico_usd in self._charged().items():
@@ -369,7 +369,7 @@ class _ConnectionCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "hadal_connections_over_limit",
-            "Connections refused because the gateway's open files are near their limit.",
+            "Connections refused because the gateway is near its limit of open files.",
             self._num_refused(),
         )
 
@@ -387,14 +387,14 @@ class _BatchCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         num_waiting, num_running, outcomes = self._lines()
         yield GaugeMetricFamily(
-            "hadal_batch_lines_waiting", "Requests of batches that have no answer.", num_waiting
+            "hadal_batch_lines_waiting", "Unanswered requests of batches.", num_waiting
         )
         yield GaugeMetricFamily(
-            "hadal_batch_lines_running", "Requests of batches that units work on.", num_running
+            "hadal_batch_lines_running", "Running requests of batches.", num_running
         )
         lines = CounterMetricFamily(
             "hadal_batch_lines",
-            "Requests of batches by what became of them; those that the server failed are tried again.",
+            "Requests of batches by outcome; those that failed in the server are retried.",
             labels=("outcome",),
         )
         for outcome, number in outcomes.items():
@@ -429,8 +429,8 @@ class _FrontCollector(Collector):
         )
         answered = CounterMetricFamily(
             "hadal_answered_prompt_tokens",
-            "Prompt tokens of generations that got a token, by whether a cache had "
-            "them. Choices of one prompt count each.",
+            "Prompt tokens of generations with at least one token, by cache hit or"
+            " miss. Each choice of a prompt counts.",
             labels=("cache",),
         )
         answered.add_metric(("hit",), totals.tokens_hit)
@@ -438,20 +438,20 @@ class _FrontCollector(Collector):
         yield answered
         yield CounterMetricFamily(
             "hadal_retries",
-            "Attempts that ended before their generation did, preemptions among them.",
+            "Attempts that ended before their generation, including preemptions.",
             totals.retries,
         )
         yield CounterMetricFamily(
-            "hadal_preemptions", "Attempts put back for want of KV blocks.", totals.preemptions
+            "hadal_preemptions", "Attempts requeued because KV blocks ran out.", totals.preemptions
         )
         yield CounterMetricFamily(
             "hadal_gave_way",
-            "Attempts put back for others: of batches, or of tenants that had more. They are no "
-            "retries.",
+            "Attempts preempted for other tenants' requests: those of batches, or of tenants above"
+            " their share. They are not retries.",
             totals.gave_way,
         )
         ended = CounterMetricFamily(
-            "hadal_generations", "Generations by how they ended.", labels=("end",)
+            "hadal_generations", "Ended generations, by end.", labels=("end",)
         )
         for end in ("finished", "cancelled", "failed", "refused"):
             ended.add_metric((end,), getattr(totals, end))
@@ -463,13 +463,14 @@ class _FrontCollector(Collector):
             states.add_metric((str(state),), number)
         yield states
         yield GaugeMetricFamily(
-            "hadal_draining", "1 while nothing new is taken.", snapshot.is_draining
+            "hadal_draining",
+            "1 while the server is draining and accepts no new requests.",
+            snapshot.is_draining,
         )
         yield from self._by_role(snapshot)
         refused = CounterMetricFamily(
             "hadal_refused_connections",
-            "Connections that did not prove that they belong to this deployment, by what "
-            "they asked for.",
+            "Connections that failed to authenticate as part of this deployment, by kind.",
             labels=("process", "kind"),
         )
         for process, kind_to_num in self._refused.items():
@@ -478,7 +479,7 @@ class _FrontCollector(Collector):
         yield refused
         starts = CounterMetricFamily(
             "hadal_process_starts",
-            "Times that the supervisor has started a process; more than one is a restart.",
+            "Starts of a process by the supervisor; more than one means restarts.",
             labels=("process",),
         )
         for process, number in self._starts().items():
@@ -490,8 +491,7 @@ class _FrontCollector(Collector):
         up = GaugeMetricFamily("hadal_units_up", "Units that are up.", labels=("role",))
         missing = GaugeMetricFamily(
             "hadal_missing",
-            "Units, and ranks of units that are up, that are wanted and not there: those that "
-            "/health names.",
+            "Missing units, and missing ranks of units that are up, as listed by /health.",
             labels=("role",),
         )
         role_to_num = Counts(name.split("-")[0] for name in self._missing(snapshot))
@@ -522,7 +522,7 @@ def _unit_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
     yield _link_metric(loads)
     balance = GaugeMetricFamily(
         "hadal_balance",
-        "Mean over maximum of a unit's ranks, smoothed; 1 is even.",
+        "Mean load divided by maximum load of a unit's ranks, smoothed; 1 is balanced.",
         labels=("unit", "objective"),
     )
     for unit, load in at_work.items():
@@ -535,8 +535,8 @@ def _link_metric(loads: dict[str, UnitReport]) -> Metric:
     """Return the bytes between ranks. Kinds of bytes that a unit does not send have no series."""
     link_bytes = CounterMetricFamily(
         "hadal_link_bytes",
-        "Bytes between ranks by what they are, within a node or between nodes: tokens dispatched to"
-        " experts and combined again, and KV that the unit copied out of other ranks' pools.",
+        "Bytes sent between ranks, by kind (dispatch to experts, combine, KV copied from other ranks)"
+        " and by whether they stay within a node.",
         labels=("unit", "kind", "nodes"),
     )
     for unit, load in loads.items():
@@ -555,7 +555,7 @@ def _draft_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
         return
     now = GaugeMetricFamily(
         "hadal_drafts",
-        "Tokens that a unit's last step drafted for each request; it stays while there is no step.",
+        "Speculative tokens per request in a unit's last step.",
         labels=("unit",),
     )
     for unit, load in drafting.items():
@@ -564,11 +564,10 @@ def _draft_metrics(loads: dict[str, UnitReport]) -> Iterator[Metric]:
     for name, text, field in (
         (
             "hadal_drafts_tried",
-            "Drafts that were compared with what was drawn, by their place: 1 is the token behind the"
-            " last one.",
+            "Verified speculative tokens, by place: 1 is the next token after the last.",
             "drafts_tried",
         ),
-        ("hadal_drafts_accepted", "Drafts that were what was drawn.", "drafts_accepted"),
+        ("hadal_drafts_accepted", "Accepted speculative tokens, by place.", "drafts_accepted"),
     ):
         counter = CounterMetricFamily(name, text, labels=("unit", "place"))
         for unit, load in drafting.items():

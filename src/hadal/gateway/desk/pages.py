@@ -64,6 +64,6 @@ class Pages:
             refusal = as_api_error(error)
             status, body = refusal.status, refusal.body
         except Exception:
-            log.exception("%s cannot be sent to %s", ask.path, ask.gateway)
+            log.exception("page %s could not be made for %s", ask.path, ask.gateway)
             return
         self._send(ask.gateway, QueryReply(self._name, ask.reply_id, status, body))

@@ -85,7 +85,7 @@ async def send_within(timeout_s: float, send: Send, message: Message) -> None:
         async with asyncio.timeout(timeout_s):
             await send(message)
     except TimeoutError:
-        raise ClientGone("the client does not read") from None
+        raise ClientGone("the client does not read the reply") from None
 
 
 class Reply:
@@ -318,7 +318,7 @@ class Reply:
 
     def _check_deadline(self) -> None:
         if self._now() >= self._deadline_s:
-            text = f"The request waited {self._timeout_s:g} s for a token."
+            text = f"The request received no token within {self._timeout_s:g} s; try again."
             raise ApiError(504, text, code="request_timeout")
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:

@@ -307,7 +307,7 @@ class Service:
         except TimeoutError:
             raise ApiError(
                 504,
-                f"The request was not read after {timeout_s:g} s: many others are before it.",
+                f"The request was not processed within {timeout_s:g} s: many are queued before it. Try again.",
                 code="request_timeout",
             ) from None
 
@@ -349,7 +349,7 @@ class Service:
         if parsed.budget is not None and not (chat is not None and chat.has_reasoning and ends):
             raise RequestError(
                 f"{parsed.budget_field} is not supported for this model: its chat template has no"
-                f" {THINK_CLOSE} that is one token. Leave it out, and send max_tokens.",
+                f" {THINK_CLOSE} as a single token. Leave it out, and send max_tokens.",
                 parsed.budget_field,
             )
 
@@ -383,7 +383,7 @@ class Service:
         if asked.prompt is None:
             if asked.add_special_tokens:
                 raise RequestError(
-                    "add_special_tokens: a chat's are the template's; leave it out.",
+                    "add_special_tokens is not supported for a chat: its template adds them. Leave it out.",
                     "add_special_tokens",
                 )
             ids = self._prompt(parse_chat(with_model(body, name), TOKENIZE), most).ids
@@ -446,8 +446,7 @@ class Service:
         ids = [vocabulary.control_ids.get(mark) for mark in FIM_MARKS]
         if None in ids:
             raise RequestError(
-                "suffix is not supported for this model: it has no tokens for what is before, behind"
-                " and missing. Leave it out.",
+                "suffix is not supported for this model: it has no tokens for filling in the middle. Leave it out.",
                 "suffix",
             )
         num_tokens = vocabulary.fewest_tokens(before) + vocabulary.fewest_tokens(behind)
@@ -467,7 +466,7 @@ class Service:
                 404,
                 f"The model {name[:100]!r} does not exist; {self.model.name!r} is served."
                 if tenant.may_ask(self.model.name)
-                else f"The model {name[:100]!r} is not for this API key.",
+                else f"This API key has no access to the model {name[:100]!r}.",
                 param="model",
                 code="model_not_found",
             )
@@ -477,7 +476,7 @@ class Service:
         if ask.priority > 0 and PRIORITY not in tenant.rights:
             raise ApiError(
                 403,
-                f"priority is {ask.priority}: this API key has no right to go ahead of others."
+                f"priority is {ask.priority}: this API key has no right to a higher priority."
                 " Leave it out, or send 0 or less.",
                 param="priority",
                 code="priority_not_allowed",
@@ -497,7 +496,7 @@ class Service:
         if max(ids) >= self.model.vocab_size:
             size = self.model.vocab_size
             raise RequestError(
-                f"{field}: {max(ids)} is no token id; the vocabulary has {size}.", field
+                f"{field}: {max(ids)} is not a token id; the vocabulary has {size} tokens.", field
             )
 
     def _work(
@@ -575,7 +574,7 @@ class Service:
         thinks = (prompt.thinks or may_think) and not is_opened
         begins_after = closes if thinks else -1
         if not self.model.eos_ids or (thinks and begins_after < 0):
-            what, param = "tools that are strict or have to be called are", "tools"
+            what, param = "tools that are strict or required are", "tools"
             if ask.format is not None:
                 what, param = f"{ask.format.field} is", ask.format.field
             raise RequestError(

@@ -53,8 +53,8 @@ class Tenancy:
         if OPERATOR not in self.tenant_of(headers).rights:
             raise ApiError(
                 403,
-                "This API key has no right to operate the server; in the keys file 'operator'"
-                " behind it gives it.",
+                "This API key has no right to operate the server; to grant it, add 'operator'"
+                " after the key in the keys file.",
                 code="not_an_operator",
             )
 
@@ -86,7 +86,7 @@ class Tenancy:
 
     def _check_budgets(self, keys: Keys) -> None:
         if has_budgets(keys) and not self._has_ledger:
-            raise ConfigError("dollars_per_day needs a ledger: see [ledger] url.")
+            raise ConfigError("dollars_per_day needs a ledger: set [ledger] url.")
 
 
 def has_budgets(keys: Keys) -> bool:

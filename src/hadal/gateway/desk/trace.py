@@ -71,7 +71,7 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
     if unit not in units:
         known = ", ".join(sorted(units)) or "none: the server is starting"
         if unit.rpartition(".")[0] in units:
-            known += ". A trace is of a whole unit, all ranks of it"
+            known += ". A trace covers all ranks of a unit: send the unit's name"
         raise ApiError(
             404,
             f"There is no unit {unit[:100]!r}. Known: {known}.",
@@ -82,15 +82,14 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
     if trace is not None and not trace.steps:
         raise ApiError(
             429,
-            f"{unit} has other traces to make, for which it had no steps yet. Send it requests,"
-            " then ask again.",
+            f"{unit} has other traces that wait for steps. Send it requests, then try again.",
             code="too_many_traces",
         )
     if trace is None:
         raise ApiError(
             504,
             f"{unit} did not run {num_steps:g} more steps within {wait_s:g} s. Send it a request"
-            " meanwhile: a unit without work takes no steps.",
+            " meanwhile: an idle unit runs no steps.",
             code="no_step",
         )
     # JSON has no NaN: it would become null, which is no valid balance.
@@ -126,15 +125,15 @@ def fetch(
         reply = httpx.get(address, params=params, headers=headers, timeout=timeout)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise TraceError(
-            f"{url} cannot be reached ({str(error) or type(error).__name__}). Is there a server? "
-            "Start one with `hadal serve`."
+            f"{url} cannot be reached ({str(error) or type(error).__name__}). Is a server running?"
+            " Start one with `hadal serve`."
         ) from error
     if reply.status_code != 200:
         raise TraceError(_error_of(reply))
     try:
         return msgspec.json.decode(reply.content, type=TraceReply)
     except msgspec.DecodeError as error:
-        raise TraceError(f"{address} answered something else than a trace ({error}).") from error
+        raise TraceError(f"{address} did not return a trace ({error}).") from error
 
 
 def _error_of(reply: httpx.Response) -> str:
@@ -142,7 +141,7 @@ def _error_of(reply: httpx.Response) -> str:
         body: Any = reply.json()
         return str(body["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the server answered {reply.status_code}: {reply.text[:200]}"
+        return f"the server returned status {reply.status_code}: {reply.text[:200]}"
 
 
 def describe(reply: TraceReply, width: int = 110) -> str:
@@ -153,7 +152,7 @@ def describe(reply: TraceReply, width: int = 110) -> str:
     lines = [_describe_step(reply.unit, step) for step in reply.steps]
     if reply.clocks:
         errors = (f"{clock.host} to {clock.error_s * 1e3:.2f} ms" for clock in reply.clocks)
-        lines.append(f"hosts' clocks are aligned as measured: {', '.join(errors)}")
+        lines.append(f"hosts' clocks are aligned, with these errors: {', '.join(errors)}")
     last = reply.steps[-1]
     room = max(20, width - _LANE_CHARS)
     for share in shares(last.events)[:1]:
@@ -186,7 +185,7 @@ def _describe_link(step: TracedStep) -> str:
     by_rank = shares(step.events)
     covered = covered_share(step.events)
     if covered is None:
-        return f"{_count(len(by_rank), 'rank', 's')}, nothing travelled: no link lanes"
+        return f"{_count(len(by_rank), 'rank', 's')}, no bytes sent: no link lanes"
     exposed_ms = sum(share.exposed_s for share in by_rank) / len(by_rank) * 1e3
     text = f"{covered:.0%} of link time covered, {exposed_ms:.2f} ms exposed wait"
     if len(by_rank) > 1:
@@ -231,6 +230,4 @@ def write(reply: TraceReply, asked: Path | None) -> Path:
                 return output
     except OSError as error:
         raise TraceError(f"{output} cannot be written ({error.strerror or error}).") from error
-    raise TraceError(
-        f"{_FREE} to {output} are all there. Remove some, or say with --output where to write."
-    )
+    raise TraceError(f"{_FREE} to {output} all exist. Remove some, or choose a path with --output.")

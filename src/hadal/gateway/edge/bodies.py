@@ -36,7 +36,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if coding not in ("", "identity"):
         raise ApiError(
             415,
-            f"The content encoding is {coding[:100]!r}; send the body as it is, without one.",
+            f"The content encoding is {coding[:100]!r}; send the body without an encoding.",
             code="unsupported_media_type",
         )
     chunks: list[bytes] = []
@@ -110,7 +110,7 @@ class Bodies:
                 ) from None
             raise ApiError(
                 429,
-                "Too many bodies of this tenant are on their way; send fewer at once, and faster.",
+                "This tenant sends too many bodies at the same time; send fewer at once, and faster.",
                 code="too_many_bodies",
                 headers=_CLOSE,
             ) from None

@@ -72,7 +72,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._refuse(
                 overloaded(
                     503,
-                    "The server has no descriptors left for more connections; try again.",
+                    "The server has reached its limit of open connections; try again.",
                     FULL_RETRY_S,
                     "too_many_connections",
                 )
@@ -203,10 +203,16 @@ class GatewayProtocol(HttpToolsProtocol):
             # A pipelined request began while another is answered; that answer must not be cut off.
             self._header_timer = self.loop.call_later(HEADERS_S, self._headers_late)
         elif self._in_headers:
-            self._refuse(ApiError(408, f"The headers were not complete after {HEADERS_S:g} s."))
+            self._refuse(
+                ApiError(
+                    408, f"The headers were not complete after {HEADERS_S:g} s; send them faster."
+                )
+            )
 
     def _refuse_headers(self) -> None:
-        self._refuse(ApiError(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes."))
+        self._refuse(
+            ApiError(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes; shorten them.")
+        )
 
     def _refuse(self, error: ApiError) -> None:
         cycle = self.cycle

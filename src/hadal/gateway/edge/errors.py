@@ -180,5 +180,5 @@ def as_api_error(error: HadalError) -> ApiError:
 
 def internal_error() -> ApiError:
     return ApiError(
-        500, "The server failed to handle this request; its log says why.", code="internal_error"
+        500, "The server failed to handle this request; see its log.", code="internal_error"
     )

@@ -123,8 +123,8 @@ class Edge:
             return _refusal(
                 path,
                 421,
-                "This server has no API keys and answers only to names that it knows;"
-                f" {host[:100]!r} is none. Name it in gateway.allowed_hosts, or set API keys.",
+                f"The host {host[:100]!r} is not allowed, and this server has no API keys."
+                " Add it to gateway.allowed_hosts, or set API keys.",
                 "unknown_host",
             )
         if (
@@ -136,7 +136,7 @@ class Edge:
             return _refusal(
                 path,
                 403,
-                f"Pages of {origin[:100]!r} may not ask this server; name it in"
+                f"Pages of {origin[:100]!r} may not use this server; add it to"
                 " gateway.cors_origins.",
                 "origin_not_allowed",
             )
@@ -162,9 +162,9 @@ class Edge:
         that serves only its own pages.
         """
         if self._guards and not self._knows(host):
-            return f"{host[:100]!r} is no name of this machine; name it in gateway.allowed_hosts."
+            return f"{host[:100]!r} is not an allowed host; add it to gateway.allowed_hosts."
         if origin is not None and not _same(origin, host):
-            return f"Pages of {origin[:100]!r} may not ask this server."
+            return f"Pages of {origin[:100]!r} may not use this server."
         return None
 
     def _allows(self, origin: str) -> bool:

@@ -44,8 +44,8 @@ class Permits:
         ):
             raise overloaded(
                 429,
-                f"This tenant has {num_held} requests that are worked on, and {num_left}"
-                f" generations that it gave up in the last {LEFT_S:g} s count as well; try again.",
+                f"This tenant has {num_held} running requests, and {num_left} generations cancelled"
+                f" in the last {LEFT_S:g} s count too; try again.",
                 self._retry_after_s,
                 "too_many_requests",
             )

@@ -166,13 +166,13 @@ class ChatFormat:
             text, found, _ = text.rpartition(shield.end)
             if not found:
                 raise RequestError(
-                    "continue_final_message: this model's chat template leaves the last message out.",
+                    "continue_final_message: this model's chat template omits the last message.",
                     "continue_final_message",
                 )
         thinks = not goes_on and text.rstrip().endswith(THINK_OPEN)
         if reasoning and not thinks:
             raise RequestError(
-                "reasoning_content: this reply has no reasoning to go on from; send thinking true.",
+                "reasoning_content: this reply has no reasoning to continue; send thinking true.",
                 "messages",
             )
         is_open = not thinks and not prefix and not text.rstrip().endswith(THINK_CLOSE)
@@ -213,7 +213,7 @@ class ChatFormat:
             return self._templates[DEFAULT]
         raise RequestError(
             f"This model has chat templates named {', '.join(sorted(self.names))} and none named"
-            f" {DEFAULT}: use /v1/completions, or name one so and start the server again.",
+            f" {DEFAULT}: use /v1/completions, or rename one to it and restart the server.",
             "messages",
         )
 
@@ -233,13 +233,13 @@ class ChatFormat:
     def _check(self, turns: Sequence[Turn], kwargs: Mapping[str, Any], choosing: Choosing) -> None:
         for name in sorted(_RESERVED & kwargs.keys()):
             raise RequestError(
-                f"chat_template_kwargs: {name} is the server's; leave it out.",
+                f"chat_template_kwargs: {name} is set by the server; leave it out.",
                 "chat_template_kwargs",
             )
         calls = any(turn.calls or turn.call_id for turn in turns)
         if (choosing.tools or calls) and self.tools is None:
             raise RequestError(
-                "This model was not taught to call tools; leave tools, calls and their results out.",
+                "This model does not support tools; leave out tools, calls and their results.",
                 "tools",
             )
 
@@ -324,8 +324,8 @@ class ChatFormat:
             alone = self._vocabulary.encode_shielded(shield.found(text), shield.char)
         except RequestError as error:
             raise RequestError(
-                "cache_salt is 'public', and this model's chat template renders no system messages"
-                f" alone ({error}) Take another salt, or none.",
+                "cache_salt is 'public', but this model's chat template cannot render system"
+                f" messages alone ({error}) Send another salt, or none.",
                 "cache_salt",
             ) from error
         return sum(

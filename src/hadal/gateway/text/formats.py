@@ -80,7 +80,9 @@ class Formats:
             for ids in (dict(zip(format.marks, MARK_IDS, strict=False)), mark_to_id)
         )
         if (found := self._check((looked_at,))) is not None:
-            raise RequestError(f"tools: these cannot be followed together: {found[1]}.", "tools")
+            raise RequestError(
+                f"tools: the schemas of these tools cannot be combined: {found[1]}.", "tools"
+            )
         return followed
 
     def _check_tools(self, tools: Sequence[Tool]) -> None:

@@ -24,7 +24,7 @@ FAR = 2
 def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
     """Raise RequestError if a prompt of at least `num_tokens` tokens is empty or too long."""
     if not num_tokens:
-        raise RequestError(f"{field} holds no token; send some text.", field)
+        raise RequestError(f"{field} has no tokens; send some text.", field)
     if num_tokens > max_tokens:
         raise RequestError(
             f"The prompt has {num_tokens} tokens or more; at most {max_tokens} are allowed. Shorten"

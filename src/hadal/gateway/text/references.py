@@ -132,10 +132,10 @@ class _Names:
             uri, encoded = urldefrag(urljoin(base, ref))
             fragment = unquote(encoded)
         if uri not in self.resources:
-            raise LeadsNowhere("'$ref' is supported within the schema only")
+            raise LeadsNowhere("'$ref' must refer to a part of the same schema")
         if fragment and not fragment.startswith("/"):
             if (uri, fragment) not in self.anchors:
-                raise LeadsNowhere(f"'$ref' leads to no anchor {fragment[:64]!r}")
+                raise LeadsNowhere(f"'$ref' refers to a missing anchor {fragment[:64]!r}")
             return self.anchors[uri, fragment], (uri, fragment)
         found: Any = self.resources[uri]
         for step in fragment.split("/")[1:]:
@@ -149,7 +149,7 @@ def _step(found: Any, name: str, pointer: str) -> Any:
         return found[name]
     if isinstance(found, list) and name.isascii() and name.isdigit() and int(name) < len(found):
         return found[int(name)]
-    raise LeadsNowhere(f"'$ref' leads nowhere: pointer {pointer[:64]!r}")
+    raise LeadsNowhere(f"'$ref' refers to a missing pointer {pointer[:64]!r}")
 
 
 def _subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:

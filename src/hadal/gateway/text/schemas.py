@@ -51,17 +51,19 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 def _complaint(schema: dict[str, Any]) -> str | None:
     if "x-guidance" in schema:
-        return "'x-guidance' is ours"
+        return "'x-guidance' is reserved for the server; leave it out"
     for part in _all(schema):
         if not isinstance(part, dict):
             continue
         for name in _NUMBERS:
             if name in part and any(map(_is_rounded, _all(part[name]))):
-                return f"{name!r} holds a whole number beyond 2^53, which would be rounded"
+                return f"{name!r} contains a whole number beyond 2^53, which would be rounded"
         if _may_repeat(part):
-            return "'minProperties' beyond what is 'required' needs 'additionalProperties': false"
+            return (
+                "'minProperties' above the number of 'required' needs 'additionalProperties': false"
+            )
     if not _Finite(schema).of(schema):
-        return "no text satisfies it, as what it requires holds itself"
+        return "no text can satisfy the schema, because a required part contains itself"
     return None
 
 

@@ -45,7 +45,8 @@ class Marks:
         with contextlib.suppress(StopIteration):
             return Shield(self, next(unused), next(unused), any(map(self._ends_one, texts)))
         raise RequestError(
-            "The messages use every private-use character of Unicode; leave two out.", "messages"
+            "The messages use every private-use character of Unicode; leave out two of them.",
+            "messages",
         )
 
     def begins_one(self, text: str) -> bool:

@@ -123,7 +123,7 @@ class ConfinedProcess:
         return (int(at), why) if why else None
 
     def _answer(self, call: list[Any]) -> str:
-        what = "the process that looks at formats" if call[0] == "check" else _OF_TEMPLATE
+        what = "the process that checks formats" if call[0] == "check" else _OF_TEMPLATE
         with self._lock:
             try:
                 try:
@@ -132,7 +132,7 @@ class ConfinedProcess:
                     log.warning("%s is replaced: %s", what, error)
                     return self._answered(call, self._deadline_s)
             except _LostError as error:
-                log.warning("%s is given up: %s", what, error)
+                log.warning("%s failed again: %s", what, error)
                 raise overloaded(
                     503, f"{what[0].upper()}{what[1:]} does not answer; try again.", 1.0
                 ) from None
@@ -309,5 +309,5 @@ def _rendered(
         pieces.append(piece)
         num_chars += len(piece)
         if num_chars > max_chars:
-            raise ValueError("it makes too long a prompt of them")
+            raise ValueError("the prompt would be too long")
     return "".join(pieces)

@@ -80,7 +80,9 @@ class _Namespace(Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace takes no attribute {name!r}, as it begins with _")
+        raise SecurityError(
+            f"a namespace cannot have the attribute {name!r}, because it begins with _"
+        )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -55,7 +55,7 @@ class TemplatePool:
         try:
             return self._make()
         except CheckpointError as error:  # It parsed before: the machine lacks memory or time.
-            log.warning("another process for chat templates does not start: %s", error)
+            log.warning("another process for chat templates failed to start: %s", error)
             raise overloaded(
                 503, "The process that renders chats does not start; try again.", 1.0
             ) from error

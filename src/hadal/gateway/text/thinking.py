@@ -133,7 +133,8 @@ def read_thinking(
     if effort == "none":
         if is_on:
             raise RequestError(
-                f"{effort_field} is 'none', and thinking is enabled; send one.", effort_field
+                f"{effort_field} is 'none', but thinking is enabled; send one of them.",
+                effort_field,
             )
         is_on = False
     elif effort is not None:
@@ -185,5 +186,5 @@ def _one(given: Sequence[tuple[str, T | None]]) -> tuple[str, T | None]:
     said = [(name, value) for name, value in given if value is not None]
     for name, value in said[1:]:
         if value != said[0][1]:
-            raise RequestError(f"{said[0][0]} and {name} say different things; send one.", name)
+            raise RequestError(f"{said[0][0]} and {name} have different values; send one.", name)
     return said[0] if said else ("", None)

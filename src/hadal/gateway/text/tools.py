@@ -241,12 +241,12 @@ def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Too
     for name in names:
         if names.count(name) > 1:
             raise RequestError(
-                f"tools: two are called {name!r}; give each a name of its own.", "tools"
+                f"tools: two tools have the name {name!r}; names must be unique.", "tools"
             )
     num_bytes = sum(len(json.dumps(tool.arguments)) for tool in tools if tool.is_strict)
     if num_bytes > MAX_STRICT_BYTES:
         raise RequestError(
-            f"tools: the {words.schema} of strict ones have {num_bytes} bytes; at most"
+            f"tools: the {words.schema} of strict tools have {num_bytes} bytes; at most"
             f" {MAX_STRICT_BYTES} are allowed.",
             "tools",
         )
@@ -271,20 +271,20 @@ def _read_tool(given: Any, where: str, words: ToolWords) -> Tool:
         )
     if not isinstance(function.get("description"), str | None):
         wrong = f"{where}{words.function}.description"
-        raise RequestError(f"{wrong} is no text.", wrong)
+        raise RequestError(f"{wrong} is not a text; send a string.", wrong)
     schema, schema_field = function.get("parameters"), f"{where}{words.function}.{words.schema}"
     if not isinstance(schema, dict | None):
-        raise RequestError(f"{schema_field} is no object.", schema_field)
+        raise RequestError(f"{schema_field} is not an object; send a JSON schema.", schema_field)
     is_strict = function.get("strict")
     if not isinstance(is_strict, bool | None):
         wrong = f"{where}{words.function}.strict"
-        raise RequestError(f"{wrong} is no boolean.", wrong)
+        raise RequestError(f"{wrong} is not a boolean; send true or false.", wrong)
     followed = None
     if is_strict and schema:
         followed = check_schema(schema, schema_field, schema_field)
         if schema.get("type") != "object":
             raise RequestError(
-                f"{schema_field}: a strict tool's needs 'type': 'object'.", schema_field
+                f"{schema_field} of a strict tool needs 'type': 'object'.", schema_field
             )
     fields = {"type": "function", "function": function}
     return Tool(name, fields, bool(is_strict), schema_field, followed)
@@ -302,7 +302,8 @@ def read_choice(
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not tools:
             raise RequestError(
-                f"tool_choice is {words.forced}, and there are no tools.", "tool_choice"
+                f"tool_choice is {words.forced}, but there are no tools; send a tool.",
+                "tool_choice",
             )
         offered = () if choice == "none" else tools
         return Choosing(offered, choice == "required", "", is_parallel is not False)
@@ -318,7 +319,9 @@ def read_choice(
             "tool_choice",
         )
     if not any(tool.name == name for tool in tools):
-        raise RequestError(f"tool_choice: no tool is called {name[:64]!r}.", "tool_choice")
+        raise RequestError(
+            f"tool_choice: tools has no tool {name[:64]!r}; send one of their names.", "tool_choice"
+        )
     return Choosing(tools, True, name, is_parallel is not False)
 
 

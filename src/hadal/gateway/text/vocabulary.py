@@ -50,7 +50,7 @@ class Vocabulary:
             # The tokenizers library raises plain Exception. Its panics derive from BaseException.
             if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
                 raise
-            raise CheckpointError(f"{source}: is not a usable tokenizer ({error}).") from error
+            raise CheckpointError(f"{source} is not a usable tokenizer ({error}).") from error
         self.table = table
         self.control_ids, self.token_bytes = table.control_ids, table.token_bytes
         self.hidden_ids, self.marks, self.mark_ids = table.hidden_ids, table.marks, table.mark_ids
@@ -162,7 +162,7 @@ class Vocabulary:
         """Return the ids that the post-processor puts before and after every text."""
         found = {self._around_of(text) for text in _SAMPLES} - {None}
         if len(found) != 1:
-            raise ValueError("its post_processor does more than to put tokens around a text")
+            raise ValueError("its post_processor does more than add tokens around a text")
         ((before, behind),) = (each for each in found if each is not None)
         return [*before], [*behind]
 

@@ -40,8 +40,8 @@ class Constants:
             value, bound = getattr(self, field.name), BOUNDS[field.name]
             if not bound.low <= value <= bound.high:
                 raise ValueError(
-                    f"{field.name} is {value:g} {bound.unit}; physically it lies in {bound.low:g}"
-                    f" .. {bound.high:g}."
+                    f"{field.name} is {value:g} {bound.unit}; the physical range is"
+                    f" {bound.low:g} to {bound.high:g}."
                 )
 
 

@@ -148,5 +148,5 @@ def hardware_named(name: str) -> Hardware:
     """Return a row of HARDWARE. Raises ValueError that lists the known names."""
     found = HARDWARE.get(name.lower())
     if found is None:
-        raise ValueError(f"hardware {name!r} is not known; known are {', '.join(HARDWARE)}.")
+        raise ValueError(f"hardware {name!r} is unknown; use one of {', '.join(HARDWARE)}.")
     return found

@@ -38,5 +38,7 @@ def rents(given: Mapping[str, float]) -> dict[str, Rent]:
     for name, usd in given.items():
         hardware_named(name)
         if not (usd > 0.0 and math.isfinite(usd)):
-            raise ValueError(f"a GPU-hour of {name} for ${usd:g}: a price is above 0 and finite.")
+            raise ValueError(
+                f"the price of a GPU-hour of {name} is ${usd:g}; it must be above 0 and finite."
+            )
     return RENTS | {name.lower(): Rent(usd, GIVEN, "") for name, usd in given.items()}

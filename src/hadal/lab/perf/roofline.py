@@ -144,7 +144,7 @@ class Roofline:
         is_sustained: bool = False,
     ) -> None:
         if not 0.0 < sm_share <= 1.0:
-            raise ValueError(f"sm_share is {sm_share}; it lies above 0 and up to 1.")
+            raise ValueError(f"sm_share is {sm_share}; it must be above 0 and at most 1.")
         self.hardware = hardware
         clock = constants.sustained_clock if is_sustained and hardware.is_power_limited else 1.0
         self._speed = sm_share * clock

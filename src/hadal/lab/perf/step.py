@@ -88,21 +88,21 @@ class StepModel:
         constants: Constants = CONSTANTS,
     ) -> None:
         if num_ranks < 1:
-            raise ValueError(f"a unit has {num_ranks} ranks; at least 1 is needed.")
+            raise ValueError(f"a unit has {num_ranks} ranks; it needs at least 1.")
         redundant = redundant_default(model, num_ranks) if num_redundant is None else num_redundant
         num_replicas = model.n_routed_experts + redundant
         if redundant < 0 or num_replicas % num_ranks:
             raise ValueError(
-                f"{model.n_routed_experts} experts and {redundant} redundant replicas do not divide"
-                f" over {num_ranks} ranks; {redundant_default(model, num_ranks)} redundant replicas"
-                " would."
+                f"{model.n_routed_experts} experts and {redundant} redundant replicas do"
+                f" not divide evenly among {num_ranks} ranks;"
+                f" {redundant_default(model, num_ranks)} redundant replicas would."
             )
         if placed is not None and placed < 1.0:
-            raise ValueError(f"placed is {placed}; the maximum over the mean is at least 1.")
+            raise ValueError(f"placed is {placed}; a maximum over a mean must be at least 1.")
         if expert_dtype not in (FP8, FP4) or (expert_dtype == FP4 and not hardware.fp4_flops):
             raise ValueError(
-                f"experts in {expert_dtype!r} on {hardware.name}: fp8 runs on all, fp4 on b200 and"
-                " gb200."
+                f"experts in {expert_dtype!r} do not run on {hardware.name}: fp8 runs on"
+                " all hardware, fp4 on b200 and gb200."
             )
         self.model, self.hardware, self.num_ranks, self.num_redundant = (
             model,
@@ -143,7 +143,8 @@ class StepModel:
         _check_positive("KV tokens of a request", kv_tokens)
         if mtp_tokens < 0 or not 0.0 <= mtp_accept <= 1.0:
             raise ValueError(
-                f"{mtp_tokens} drafts accepted with {mtp_accept}: at least 0, and between 0 and 1."
+                f"{mtp_tokens} speculative tokens, accepted with {mtp_accept}: use at"
+                " least 0 tokens, and an acceptance from 0 to 1."
             )
         _check_imbalance(expert_imbalance, attention_imbalance)
         queries = 1 + mtp_tokens
@@ -185,8 +186,8 @@ class StepModel:
         _check_positive("tokens of a prompt", prompt_tokens)
         if not 0.0 <= cached_tokens < prompt_tokens:
             raise ValueError(
-                f"{cached_tokens:g} of {prompt_tokens:g} prompt tokens are cached; some must be"
-                " computed."
+                f"{cached_tokens:g} of {prompt_tokens:g} prompt tokens are cached; at"
+                " least one must be computed."
             )
         _check_imbalance(expert_imbalance, attention_imbalance)
         new = prompt_tokens - cached_tokens
@@ -274,14 +275,14 @@ class StepModel:
     def _ways(self, schedule: str, divisible: float) -> list[Schedule]:
         if schedule != AUTO and schedule not in SCHEDULES:
             raise ValueError(
-                f"schedule {schedule!r} is not known; known are auto, {', '.join(SCHEDULES)}."
+                f"schedule {schedule!r} is unknown; use one of auto, {', '.join(SCHEDULES)}."
             )
         if schedule != AUTO:
             way = SCHEDULES[schedule]
             if way.offset is not None and divisible < 2.0:
                 raise ValueError(
-                    f"{schedule} needs two micro-batches; {divisible:g} cannot be cut. Use"
-                    " sequential."
+                    f"{schedule} needs two micro-batches; {divisible:g} cannot be divided"
+                    " into two. Use sequential."
                 )
             return [way]
         return [way for way in SCHEDULES.values() if way.offset is None or divisible >= 2.0]
@@ -373,5 +374,5 @@ def _check_imbalance(expert: float | None, attention: float) -> None:
     for what, value in (("expert", expert), ("attention", attention)):
         if value is not None and not (value >= 1.0 and math.isfinite(value)):
             raise ValueError(
-                f"{what} imbalance is {value:g}; the maximum over the mean is at least 1."
+                f"{what} imbalance is {value:g}; a maximum over a mean must be at least 1."
             )

@@ -41,7 +41,7 @@ def steps_trace(unit: str, steps: Sequence[tuple[float, StepPrice]]) -> dict[str
     """
     begins = [begin_s for begin_s, _ in steps]
     if not all(map(math.isfinite, begins)) or begins != sorted(begins):
-        raise ValueError("steps must be given in the order in which they began, at finite times.")
+        raise ValueError("steps must have finite start times in ascending order.")
     drawn: list[TracedStep] = []
     free_s = -math.inf
     for number, (begin_s, priced) in enumerate(steps):

@@ -28,7 +28,7 @@ def read_traffic(path: Path | None) -> Traffic:
         return Traffic(kv_length=4989.0)
     name = path.name.lower()
     limit = MAX_TOML_BYTES if name.endswith(".toml") else MAX_TABLE_BYTES
-    text = read_text(path, "traffic", limit, hint="--example-traffic prints one to begin with.")
+    text = read_text(path, "traffic", limit, hint="--example-traffic prints an example.")
     try:
         if name.endswith(".toml"):
             return traffic_of(parse_toml(text, path.name))
@@ -39,8 +39,8 @@ def read_traffic(path: Path | None) -> Traffic:
     except ValueError as error:
         raise ConfigError(f"{path}: {str(error).removeprefix(f'{path.name}: ')}") from error
     raise ValueError(
-        f"{path}: .toml (--example-traffic), Mooncake's .jsonl or .jsonl.gz, or Azure's .csv is"
-        " needed."
+        f"{path} is not a traffic file: use .toml (see --example-traffic), Mooncake's"
+        " .jsonl or .jsonl.gz, or Azure's .csv."
     )
 
 
@@ -53,7 +53,7 @@ def read_prices(given: Sequence[str]) -> dict[str, float]:
             found[name.strip().lower()] = float(usd)
         except ValueError:
             raise ValueError(
-                f"--price {shown(part)}: dollars per GPU-hour are needed, such as h20=1.2."
+                f"--price {shown(part)}: write dollars per GPU-hour, such as h20=1.2."
             ) from None
     return found
 

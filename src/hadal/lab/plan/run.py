@@ -73,9 +73,9 @@ def run(asked: PlanOptions) -> None:
             lambda plan, share: advance(f"simulating {plan}", share),
         )
         best = _best(search)
-        advance("the day of its fleet", 0.0)
+        advance("simulating its fleet's day", 0.0)
         day = fluid_of(best, np.random.default_rng(asked.seed))
-        advance("what else was tried", 0.5)
+        advance("comparing with other plans", 0.5)
         rows = list(_rows(search, best))
     plans = [best, *(plan for plan in search.ranked() if str(plan) != str(best))][: asked.top]
     report = _report(search, plans, rows, notes)
@@ -106,7 +106,7 @@ def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[
     wanted = list(dict.fromkeys(hardware_named(name) for name in names)) or list(HARDWARE.values())
     priced = [one for one in wanted if one.name in rent_of]
     notes = [
-        f"{one.name} is left out: no trustworthy price of it was found. Give one with --price"
+        f"{one.name} is omitted: it has no reliable price. Give one with --price"
         f" {one.name}=DOLLARS."
         for one in wanted
         if one.name not in rent_of
@@ -115,13 +115,14 @@ def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[
         raise ValueError(" ".join(notes))
     if choice.dtypes == (FP4,) and not any(one.fp4_flops for one in priced):
         raise ValueError(
-            f"none of {', '.join(one.name for one in priced)} has FP4; fp4 runs on b200 and gb200."
+            f"none of {', '.join(one.name for one in priced)} supports FP4; fp4 runs on"
+            " b200 and gb200."
         )
     shape = DEEPSEEK_V3 if asked.model is None else read_model_config(asked.model)
     if asked.mtp_tokens and not shape.num_nextn_predict_layers:
         raise ValueError(
-            f"--mtp-tokens is {asked.mtp_tokens}, and the model in {asked.model} has no MTP module"
-            " that could draft (num_nextn_predict_layers is 0). Leave it 0."
+            f"--mtp-tokens is {asked.mtp_tokens}, but the model in {asked.model} has no"
+            " MTP module (num_nextn_predict_layers is 0). Use 0."
         )
     found: list[HardwarePlans] = []
     for done, one in enumerate(priced):
@@ -130,7 +131,7 @@ def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[
         found.append(price_hardware(pricing, rent_of[one.name], choice))
     search = Search(found)
     if not search.ranked():
-        raise ValueError(f"nothing keeps {promise}. {impossible(found)}")
+        raise ValueError(f"no plan meets {promise}. {impossible(found)}")
     if problem := too_large(search.ranked()[0]):
         raise ValueError(problem)
     return search, notes
@@ -138,11 +139,9 @@ def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[
 
 def _choice(asked: PlanOptions) -> SearchOptions:
     if asked.experts not in (FP4, FP8):
-        raise ValueError(f"--experts is {asked.experts!r}; fp8 or fp4.")
+        raise ValueError(f"--experts is {asked.experts!r}; use fp8 or fp4.")
     if not asked.start_s < 86_400.0:
-        raise ValueError(
-            f"--start is {asked.start_s:g}; a unit that takes a day to start follows no day."
-        )
+        raise ValueError(f"--start is {asked.start_s:g}; it must be less than a day.")
     return SearchOptions(
         (asked.mtp_tokens,), (asked.experts,), DayRules(asked.is_static, asked.start_s)
     )

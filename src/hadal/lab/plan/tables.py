@@ -30,16 +30,17 @@ def show(
     traffic, num_tried = best.traffic, sum(found.num_tried for found in search.found)
     console.print(Text(f"{traffic.name}: {best.slo}", style="bold"))
     console.print(
-        f"[dim]{traffic.requests_per_s:,.4g} requests/s on average, {traffic.peak:.2f} times that"
-        f" at the peak; {traffic.tokens_in:,.0f} tokens in ({traffic.cached_share:.1%} cached),"
-        f" {traffic.tokens_out:,.0f} out. {num_tried:,} deployments priced.[/dim]"
+        f"[dim]{traffic.requests_per_s:,.4g} requests/s on average, {traffic.peak:.2f}x"
+        f" that at the peak; {traffic.tokens_in:,.0f} tokens in"
+        f" ({traffic.cached_share:.1%} cached), {traffic.tokens_out:,.0f} out."
+        f" {num_tried:,} deployments priced.[/dim]"
     )
     console.print(_plans(search, plans))
     console.print(_promise(search, best, num_verify))
     console.print(
-        f"The day under the fleet's own role, as a fluid: {day.nodes_mean:.1f} nodes on average,"
-        f" {day.nodes_peak} at most, {day.tokens_per_s_user:.1f} tokens/s to a user, longest wait"
-        f" {day.wait_s_max:.1f} s."
+        f"The day with autoscaling, simulated as a fluid: {day.nodes_mean:.1f} nodes on"
+        f" average, {day.nodes_peak} at most, {day.tokens_per_s_user:.1f} tokens/s per"
+        f" user, longest wait {day.wait_s_max:.1f} s."
     )
     console.print(_tried(rows))
     rent = best.rent
@@ -68,7 +69,7 @@ def _plans(search: Search, plans: Sequence[DeploymentPlan]) -> Table:
             what.append(f"\n{why(plan, plans[0])}", "dim")
         elif search.is_verified(plan):
             is_full = next(seen.is_full for one, seen in search.verified if str(one) == str(plan))
-            text = "kept its promise in the simulator" + (
+            text = "met the SLO in the simulator" + (
                 "" if is_full else ", at less than its planned load"
             )
             what.append(f"\n{text}", "green" if is_full else "yellow")
@@ -82,8 +83,8 @@ def _plans(search: Search, plans: Sequence[DeploymentPlan]) -> Table:
             f"{plan.cost_usd:,.0f}",
         )
     table.caption = (
-        f"Output tokens of the first cost ${plans[0].usd_per_million_out:.3f} a million, prefill"
-        " included."
+        f"Output tokens of the first plan cost ${plans[0].usd_per_million_out:.3f} per"
+        " million, prefill included."
     )
     return table
 
@@ -94,7 +95,8 @@ def _promise(search: Search, best: DeploymentPlan, num_verify: int) -> Table | T
     """
     if not num_verify:
         return Text(
-            "Not simulated (--verify 1 does): the step model alone says that it keeps the promise.",
+            "Not simulated (use --verify 1): according to the step model alone, the plan"
+            " meets the SLO.",
             "yellow",
         )
     measured = next(
@@ -102,7 +104,7 @@ def _promise(search: Search, best: DeploymentPlan, num_verify: int) -> Table | T
     )
     if measured is None:
         worst = search.refuted[-1].why if search.refuted else "none was simulated"
-        return Text(f"No plan kept its promise in the simulator; the last one: {worst}.", "yellow")
+        return Text(f"No plan met the SLO in the simulator; the last one: {worst}.", "yellow")
     slo = best.slo
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -146,9 +148,10 @@ def _promise(search: Search, best: DeploymentPlan, num_verify: int) -> Table | T
 
 def _what(measured: Measured) -> str:
     return (
-        f"Simulated: {measured.num_prefill} prefill + {measured.num_decode} decode units at"
-        f" {measured.requests_per_s:,.0f} requests/s: prefill at {measured.prefill_load:.0%},"
-        f" decode at {measured.decode_load:.0%} of the load planned for the peak"
+        f"Simulated: {measured.num_prefill} prefill + {measured.num_decode} decode units"
+        f" at {measured.requests_per_s:,.0f} requests/s; prefill had"
+        f" {measured.prefill_load:.0%} and decode {measured.decode_load:.0%} of the load"
+        " planned for the peak"
     )
 
 
@@ -157,13 +160,13 @@ def _tried(rows: Sequence[Row]) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1),
-        title="What was tried",
+        title="Alternatives",
         title_justify="left",
     )
     table.add_column("instead")
     table.add_column("value")
     table.add_column("$ a day", justify="right", no_wrap=True)
-    table.add_column("why not, or what it would bring", ratio=1)
+    table.add_column("cost, or reason against it", ratio=1)
     before = ""
     for row in rows:
         if before and row.dimension != before:

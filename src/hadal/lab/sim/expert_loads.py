@@ -91,8 +91,8 @@ class ExpertRanks:
         num_rows = round(mean_rows * share_R.size)
         if num_rows < 1:
             raise ValueError(
-                f"{mean_rows} rows a rank are none on {share_R.size} ranks; at least one row is"
-                " needed."
+                f"{mean_rows} rows per rank on {share_R.size} ranks are less than one row"
+                " in total; use more."
             )
         rows_R = rng.multinomial(num_rows, share_R / share_R.sum())
         return np.asarray(rows_R / rows_R.mean())
@@ -103,7 +103,7 @@ def draw_loads(phase: str, rng: np.random.Generator, num_layers: int = NUM_LAYER
     ValueError for an unknown phase.
     """
     if phase not in SKEWS:
-        raise ValueError(f"phase {phase!r} is unknown; {PREFILL} or {DECODE}.")
+        raise ValueError(f"phase {phase!r} is unknown; use {PREFILL} or {DECODE}.")
     skew = SKEWS[phase]
     groups_LG = skew.group * rng.standard_normal((num_layers, NUM_GROUPS))
     logs_LE = np.repeat(groups_LG, NUM_EXPERTS // NUM_GROUPS, axis=1)
@@ -131,7 +131,7 @@ def expert_share(
     for experts and replicas that do not divide over the ranks.
     """
     if policy not in POLICIES:
-        raise ValueError(f"expert policy {policy!r} is unknown; {' or '.join(POLICIES)}.")
+        raise ValueError(f"expert policy {policy!r} is unknown; use {' or '.join(POLICIES)}.")
     loads_LE = draw_loads(phase, rng, num_layers)
     if num_ranks == 1:
         return ExpertRanks(np.ones((num_layers, 1)))

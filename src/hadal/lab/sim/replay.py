@@ -95,7 +95,7 @@ def replay(
     """
     recordings = [recording for recording in recordings if recording.calls]
     if not recordings:
-        raise ValueError("there is nothing to replay: no process was called.")
+        raise ValueError("the recording is empty: it has no calls of any process.")
     span_s = max(recording.calls[-1].now_s - recording.calls[0].now_s for recording in recordings)
     num_recorded = sum(len(recording.calls) for recording in recordings)
     report = ReplayReport(len(recordings), num_recorded, span_s)
@@ -150,14 +150,14 @@ def _compare(old: Call, new: Call) -> tuple[str, str, str] | None:
     if canonical(old) == canonical(new):
         return None
     if old.error != new.error:
-        return "it raised another error", old.error or "nothing", new.error or "nothing"
+        return "it raised a different error", old.error or "nothing", new.error or "nothing"
     decided = f"after {_kinds(old.events)} it decided"
     for index, (was, now) in enumerate(zip(old.effects, new.effects, strict=False)):
         if encode(was) != encode(now):
             path, was, now = _narrowed(_name(was), was, now)
-            return f"{decided} something else, effect {index}: {path}", _shown(was), _shown(now)
+            return f"{decided} differently, effect {index}: {path}", _shown(was), _shown(now)
     most = min(len(old.effects), len(new.effects))
-    what = f"{decided} {len(new.effects)} things, not {len(old.effects)}"
+    what = f"{decided} {len(new.effects)} effects, not {len(old.effects)}"
     return what, _shown(old.effects[most:]), _shown(new.effects[most:])
 
 

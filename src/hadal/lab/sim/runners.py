@@ -278,7 +278,7 @@ class DecodeRunner:
     def _pass(self, plans: Sequence[DecodePlan]) -> StepDone:
         """Return the result of one pass: one token per computed slot, and its accepted drafts."""
         slots, num_drafts = np.flatnonzero(self._is_computed), plans[0].num_drafts
-        assert num_drafts <= self._drafts.num_max, "a plan drafts more than was said"
+        assert num_drafts <= self._drafts.num_max, "a plan drafts more tokens than announced"
         num_checked = (
             self._drafts.num_checked(slots, self._length) if self._drafts.has_any else None
         )

@@ -156,38 +156,42 @@ class WorkloadParams:
     def __post_init__(self) -> None:
         for name in ("share_r1", "continue_share", "document_share", "return_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is a probability.")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be a probability, 0 to 1."
+                )
         if self.sessions_per_day <= 0:
-            raise ValueError(f"sessions_per_day is {self.sessions_per_day}; it has to be above 0.")
+            raise ValueError(f"sessions_per_day is {self.sessions_per_day}; it must be above 0.")
         if self.continue_samples * (1 - self.continue_share) <= 1:
             raise ValueError(
-                "continue_samples x (1 - continue_share) has to be above 1, or the mean is no"
-                " number."
+                "continue_samples x (1 - continue_share) must be above 1; otherwise the"
+                " mean is infinite."
             )
         if (
             not self.system_prompts
             or abs(sum(prompt.share for prompt in self.system_prompts) - 1) > 1e-6
         ):
-            raise ValueError("the shares of the system prompts have to come to 1.")
+            raise ValueError("the shares of the system prompts must add up to 1.")
         for name in ("message", "document", "output_v3", "output_r1", "think_s", "return_s"):
             spread: LogNormal = getattr(self, name)
             if spread.median <= 0 or spread.sigma < 0 or spread.limit <= 0:
                 raise ValueError(
-                    f"{name} is {spread}: median and limit above 0, and sigma of 0 or more, are"
-                    " needed."
+                    f"{name} is {spread}; its median and limit must be above 0, and its"
+                    " sigma 0 or more."
                 )
         share, *short = self.reason_short if len(self.reason_short) == 3 else (-1.0,)
         if not 0 <= share <= 1 or len(self.reason_long) != 2 or min(*short, *self.reason_long) <= 0:
             raise ValueError(
-                "reason_short is a probability and two numbers above 0, and reason_long two of"
-                " those."
+                "reason_short must be a probability and two numbers above 0, and"
+                " reason_long two numbers above 0."
             )
         if min(min(prompt.share, prompt.tokens) for prompt in self.system_prompts) < 0:
-            raise ValueError("a system prompt has a share and a number of tokens, both 0 or more.")
+            raise ValueError(
+                "a system prompt must have a share and a number of tokens, both 0 or more."
+            )
         if len(self.shares) != 24 or min(self.shares) <= 0:
             raise ValueError(
-                f"shares has {len(self.shares)} numbers; 24 above 0 are needed, the first from"
-                " noon on."
+                f"shares has {len(self.shares)} numbers; give 24 numbers above 0, starting"
+                " with the hour from noon."
             )
         if (
             self.context < 2
@@ -195,8 +199,8 @@ class WorkloadParams:
             or min(self.first_token_s, self.rest_from_s, self.lead_s) < 0
         ):
             raise ValueError(
-                "context of 2 or more, token_s above 0, and first_token_s, rest_from_s and lead_s"
-                " of 0 or more are needed."
+                "context must be at least 2, token_s above 0, and first_token_s,"
+                " rest_from_s and lead_s at least 0."
             )
 
 
@@ -322,7 +326,7 @@ def generate(
     """
     if not start_s < end_s or scale < 1:
         raise ValueError(
-            f"[{start_s}, {end_s}) and scale {scale}: the window is empty or the scale below 1."
+            f"the window [{start_s}, {end_s}) is empty, or the scale {scale} is below 1."
         )
     shape = DemandClock(params.shares)
     first, last = (

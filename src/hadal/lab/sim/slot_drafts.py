@@ -27,7 +27,7 @@ class SimulatedDrafts:
         all drafts before it were.
         """
         if not 0.0 <= mtp_accept <= 1.0:
-            raise ValueError(f"mtp_accept is {mtp_accept}: 0 to 1 can be.")
+            raise ValueError(f"mtp_accept is {mtp_accept}; it must be from 0 to 1.")
         self.num_max = num_max
         self.has_any = False
         """True if the last plan made drafts for a slot that is taken."""

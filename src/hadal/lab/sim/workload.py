@@ -146,7 +146,7 @@ class Workload:
         """
         if scale < 1:
             raise ValueError(
-                f"scale is {scale}; one session in so many stays, so it is at least 1."
+                f"scale is {scale}; it must be at least 1, because one session in `scale` is kept."
             )
         return self.take(_hash(self.session) <= np.uint64(((1 << 64) - 1) // scale))
 

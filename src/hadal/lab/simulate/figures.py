@@ -128,7 +128,7 @@ def users_speed(hours: Sequence[Row], mean: float | None) -> Figure | None:
     """Return a chart of a user's tokens/s by hour: the fluid day as a line, windows as dots."""
     return _lines(
         hours,
-        "Output tokens per second of a user, by hour.",
+        "Output tokens per second and user, by hour.",
         lambda value: f"{plain(value)} tokens/s",
         ("fluid day", [number(hour, "fluid", "tokens_per_s_user") for hour in hours]),
         [number(hour, "window", "tokens_per_s_user") for hour in hours],

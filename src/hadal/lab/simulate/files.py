@@ -34,7 +34,7 @@ def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> 
     Raises ConfigError for an unknown preset or field, or an impossible value.
     """
     if preset not in PRESETS:
-        raise ConfigError(f"--preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
+        raise ConfigError(f"--preset {preset!r} is unknown; use one of {', '.join(PRESETS)}.")
     where = str(config) if config else "options"
     fields = msgspec.to_builtins(PRESETS[preset]())
     _put(fields, read_toml(config, "study") if config else {}, where)
@@ -67,7 +67,7 @@ def _put(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> None:
 
 def study_toml(study: Study) -> str:
     """Return all fields of a study as TOML that --config reads."""
-    heading = "A study for `hadal simulate --config`. What is left out stays as it is here."
+    heading = "A study for `hadal simulate --config`. Omitted settings have the values shown here."
     return to_toml(study, [heading], is_whole=True)
 
 
@@ -83,10 +83,12 @@ def hours_of(text: str) -> tuple[int, ...]:
         except ValueError:
             wanted = range(0)
         if not wanted or wanted[0] < 0 or wanted[-1] > 23:
-            raise ConfigError(f"--hours {text!r}: hours are 0 to 23, such as 0-5,14.")
+            raise ConfigError(f"--hours {text!r}: use hours from 0 to 23, such as 0-5,14.")
         found.update(wanted)
     if text and not found:
-        raise ConfigError(f"--hours {text!r}: no hour is named; hours are 0 to 23, such as 0-5,14.")
+        raise ConfigError(
+            f"--hours {text!r} names no hour; use hours from 0 to 23, such as 0-5,14."
+        )
     return tuple(index for index in range(24) if hour_beijing(index) in found)
 
 

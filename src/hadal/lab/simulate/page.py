@@ -116,7 +116,7 @@ _RANKS: tuple[tuple[str, str, str, str, float], ...] = (
     ("requests", "Requests", "decode", "", 1.0),
     ("decode_experts", "Expert rows received, decode", "decode", "", 1.0),
     ("prefill_attention", "Core attention, prefill", "prefill", "", 1.0),
-    ("prefill_tokens", "Tokens a second, prefill", "prefill", "", 1.0),
+    ("prefill_tokens", "Tokens per second, prefill", "prefill", "", 1.0),
     ("prefill_experts", "Expert rows received, prefill", "prefill", "", 1.0),
 )
 """(key in `ranks`, name, role, unit of measure, factor) of each chart by rank."""
@@ -211,13 +211,13 @@ HEADLINE: tuple[tuple[str, str, Shown], ...] = (
     ("tokens_hit", "of these from the cache", _figures4),
     ("hit_percent", "Hit rate", percent),
     ("tokens_out", "Output tokens", _figures4),
-    ("tokens_per_s_user", "Output tokens/s of a user", plain),
+    ("tokens_per_s_user", "Output tokens/s per user", plain),
     ("kv_length_mean", "KV length, mean over output tokens", _whole),
     ("prefill_tokens_per_s_node", "Prefill: input tokens/s per node", _whole),
     ("decode_tokens_per_s_node", "Decode: output tokens/s per node", _whole),
     ("cost_usd", "Cost", dollars),
     ("income_usd", "Income", dollars),
-    ("margin_percent", "Margin, income less cost over cost", partial(percent, decimals=0)),
+    ("margin_percent", "Margin, (income - cost) / cost", partial(percent, decimals=0)),
 )
 """(key, words, function that formats the value) of each figure of the day."""
 _IN_POINTS = {"hit_percent"}
@@ -268,7 +268,7 @@ def _difference(
 def fluid_and_windows(hours: Sequence[Row]) -> Table:
     """Return figures of the fluid day and of windows, with the window's relative difference."""
     pairs: tuple[tuple[str, str, Shown], ...] = (
-        ("tokens_per_s_user", "output tokens/s of a user", plain),
+        ("tokens_per_s_user", "output tokens/s per user", plain),
         ("requests_per_rank", "requests per decode rank", plain),
         ("prefill_use", "use of prefill", _share),
     )
@@ -295,8 +295,8 @@ def windows(hours: Sequence[Row]) -> Table:
     return columns(
         WINDOW,
         [hour for hour in hours if mapping(hour, "window")],
-        "Computed: by prefill, of what came for it. The last five columns: maximum over mean of"
-        " the ranks.",
+        "Computed: share of the arriving prefill work that was computed. The last five"
+        " columns: maximum over mean of the ranks.",
     )
 
 
@@ -316,7 +316,7 @@ def what_if_table(cases: Sequence[Row]) -> Table:
         ("change", change),
         _income,
         ("margin", _of(partial(percent, decimals=0), "margin_percent")),
-        ("tokens/s of a user", _of(plain, "tokens_per_s_user")),
+        ("tokens/s per user", _of(plain, "tokens_per_s_user")),
         ("hit rate", _of(percent, "hit_percent")),
         ("prefill tokens/s node", _of(_whole, "prefill_tokens_per_s_node")),
         ("decode tokens/s node", _of(_whole, "decode_tokens_per_s_node")),
@@ -352,7 +352,7 @@ def of_ranks(ranks: Row) -> Table:
         ]
         for rank in range(min(longest, _RANK_ROWS_MAX))
     ]
-    caption = f"The first {_RANK_ROWS_MAX} of {longest:,}; all are in result.json."
+    caption = f"The first {_RANK_ROWS_MAX} of {longest:,} ranks; result.json has all."
     return Table(
         ["rank", *(name for name, _ in series)], found, caption if longest > len(found) else ""
     )

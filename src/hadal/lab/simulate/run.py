@@ -49,7 +49,7 @@ def run(asked: SimulateOptions) -> None:
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--out {asked.out} cannot be made: {(error.strerror or '').lower()}."
+            f"--out {asked.out} cannot be created: {(error.strerror or '').lower()}."
         ) from error
     began_s = time.monotonic()
     simulated = _with_progress(plan)

@@ -87,7 +87,7 @@ class Stages:
         plan, study = self._plan, self._plan.study
         self._advance("the cache's day", 0.0)
         caches = self._caches()
-        self._advance("what the day asks for", 0.0)
+        self._advance("demand of the day", 0.0)
         load = day_demand(study, caches[0])
         experts = expert_ranks(study)
         self._advance("what units do", LOAD_S)
@@ -191,7 +191,7 @@ class Stages:
         }
         for num_done, future in enumerate(as_completed(pending), start=1):
             window = self._done(
-                future, f"every request of an hour: {num_done} of {len(pending)} hours", WINDOW_S
+                future, f"windows request by request: {num_done} of {len(pending)} hours", WINDOW_S
             )
             found[window.setting.index] = window
         return found
@@ -251,6 +251,6 @@ def simulate(plan: SimulationPlan, advance: Advance) -> Simulated:
             return Stages(plan, pool, advance).run()
     except ProcessExpired as error:
         raise HadalError(
-            "a process of the simulation was ended, most likely for want of memory: try --jobs 1,"
-            " or a shorter --window."
+            "a process of the simulation was killed, probably because memory ran out: use"
+            " --jobs 1, or a shorter --window."
         ) from error

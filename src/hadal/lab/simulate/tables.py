@@ -15,12 +15,12 @@ ROWS = (
     ("nodes, mean", "nodes_mean", 1.0, ",.2f"),
     ("nodes, peak", "nodes_peak", 1.0, ",.0f"),
     ("tokens in, 10^9", "tokens_in", 1e9, ",.1f"),
-    ("of them found in the cache, %", "hit_percent", 1.0, ".1f"),
+    ("cached tokens in, %", "hit_percent", 1.0, ".1f"),
     ("tokens out, 10^9", "tokens_out", 1e9, ",.1f"),
-    ("tokens/s for a user", "tokens_per_s_user", 1.0, ".1f"),
+    ("tokens/s per user", "tokens_per_s_user", 1.0, ".1f"),
     ("KV length, mean", "kv_length_mean", 1.0, ",.0f"),
-    ("tokens/s in, a prefill node", "prefill_tokens_per_s_node", 1.0, ",.0f"),
-    ("tokens/s out, a decode node", "decode_tokens_per_s_node", 1.0, ",.0f"),
+    ("tokens/s in, per prefill node", "prefill_tokens_per_s_node", 1.0, ",.0f"),
+    ("tokens/s out, per decode node", "decode_tokens_per_s_node", 1.0, ",.0f"),
     ("cost, $", "cost_usd", 1.0, ",.0f"),
     ("income, $", "income_usd", 1.0, ",.0f"),
     ("margin on cost, %", "margin_percent", 1.0, ",.0f"),
@@ -138,7 +138,7 @@ def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
 
 def alternatives_table(result: dict[str, Any]) -> Table:
     """Return the figures of the alternatives, each with one thing changed."""
-    table = _table("What if (the fleet as a fluid)")
+    table = _table("What if (fluid model of the fleet)")
     table.add_column("", min_width=14, max_width=44)
     for name in ("nodes,\nmean", "peak", "cost, $", "income, $", "margin", "hit", "tok/s\n/user"):
         table.add_column(name, justify="right", no_wrap=True)

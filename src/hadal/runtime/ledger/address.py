@@ -58,7 +58,7 @@ def ledger_url(asked: str) -> str:
     if driver == "sqlite":
         if not url.database or url.database == ":memory:":
             raise LedgerError(
-                "the ledger's URL names no file; a ledger in memory would be gone with its process."
+                "the ledger's URL names no file, and a ledger in memory would be lost with its process."
             )
         return _file_url(Path(url.database))
     if importlib.util.find_spec("psycopg") is None:
@@ -98,6 +98,6 @@ def _file_url(path: Path) -> str:
         path = path.expanduser().absolute()
     except RuntimeError:
         raise LedgerError(
-            f"the ledger is to be at {path}; that user has no home here. Give the whole path."
+            f"the ledger's path is {path}, but that user has no home here. Give the whole path."
         ) from None
     return sa.URL.create("sqlite", database=str(path)).render_as_string()

@@ -109,7 +109,7 @@ class LedgerOutbox:
         if not ids:
             return
         log.error(
-            "facts that waited in %s cannot be read; they stay there, in the table 'damaged'",
+            "queued facts in %s cannot be read; they are moved to the table 'damaged' there",
             self.path,
         )
         connection, each = self._connected(), [(one,) for one in ids]
@@ -171,7 +171,7 @@ class LedgerOutbox:
         aside = self.path.with_name(f"{self.path.name}.damaged")
         with contextlib.suppress(OSError):
             self.path.rename(aside)
-            log.error("%s cannot be read; it is kept as %s", self.path, aside.name)
+            log.error("%s cannot be read; it is renamed to %s", self.path, aside.name)
 
 
 def _insert(connection: sqlite3.Connection, rows: list[tuple[int, bytes]]) -> None:

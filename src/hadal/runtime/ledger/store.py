@@ -162,7 +162,7 @@ class Store:
                 connection.close()
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
             log.warning(
-                "%s is gone, and with it perhaps the latest facts: %s", self.place, _reason(error)
+                "%s was removed, and the latest facts may be lost: %s", self.place, _reason(error)
             )
         self._engine.dispose()
 
@@ -194,7 +194,7 @@ class Store:
     def _sorted(self, error: exc.SQLAlchemyError) -> HadalError:
         reason = _reason(error)
         if "is not a database" in reason:
-            return LedgerError("it is a file of something else. Give the ledger another path.")
+            return LedgerError("it is not a SQLite file. Give the ledger another path.")
         return StoreDown(f"{self.place}: {reason}")
 
 
@@ -221,7 +221,7 @@ def _close_to_others(path: Path) -> None:
             with contextlib.suppress(FileNotFoundError):
                 take_from_others(beside)
     except OSError as error:
-        log.warning("%s may be read by others: %s", path, error.strerror)
+        log.warning("%s may be readable by other users: %s", path, error.strerror)
 
 
 def engine_of(url: str) -> sa.Engine:

@@ -93,7 +93,7 @@ class _Database:
     def failed(self, error: Exception) -> None:
         """Note that the database failed, and plan the next try."""
         if not self._pause_s:
-            log.error("the ledger cannot be written, facts wait in its outbox: %s", error)
+            log.error("the ledger cannot be written; facts are queued in its outbox: %s", error)
         self._is_prepared = False  # The next one there may be another database.
         self._pause_s = min(self._retry_s[1], self._pause_s * 2 or self._retry_s[0])
         self.retry_at_s = time.monotonic() + self._pause_s
@@ -154,7 +154,7 @@ class LedgerWriter:
             self._is_losing |= is_lost
         if is_news:
             log.error(
-                "the ledger has %d facts waiting and loses more until its database works",
+                "the ledger's queue has %d facts and is full; more are lost until its database works",
                 num_waiting,
             )
 
@@ -255,7 +255,10 @@ class LedgerWriter:
         except (OSError, sqlite3.Error, ValueError) as error:  # A string may not be encodable.
             has_room, why = False, str(error)
         if not has_room and not self._is_outbox_down:
-            log.error("facts cannot wait in the ledger's outbox (%s); they wait in memory", why)
+            log.error(
+                "facts cannot be written to the ledger's outbox (%s); they are queued in memory",
+                why,
+            )
         self._is_outbox_down = not has_room
         if has_room:
             with self._changed:
@@ -274,7 +277,7 @@ class LedgerWriter:
                 self._outbox.remove(ids)
             self._is_outbox_down = False
         except (OSError, sqlite3.Error) as error:  # The next writer tries it again.
-            log.error("facts that wait in %s cannot be read: %s", self._outbox.path, error)
+            log.error("queued facts in %s cannot be read: %s", self._outbox.path, error)
         self._outbox.may_hold = False
 
     def _write(self, facts: PackedFacts) -> None:
@@ -287,7 +290,7 @@ class LedgerWriter:
                 for nodes in facts.nodes:
                     self._write(PackedFacts(nodes=(nodes,)))
                 return
-            log.error("the ledger refuses a fact for good: %s", error)
+            log.error("the ledger's database rejects a fact, which is not retried: %s", error)
             self._written(
                 Written(refused_ids=tuple(request.request_id for request in facts.requests))
             )
@@ -295,7 +298,7 @@ class LedgerWriter:
     def _written(self, written: Written) -> None:
         if written.refused_ids:
             log.error(
-                "the ledger knows other facts of %s; the first ones stay",
+                "requests already recorded with different values, which stay: %s",
                 ", ".join(written.refused_ids[:3]),
             )
         with self._changed:

@@ -249,7 +249,9 @@ class Forks:
             if not self._is_ready:
                 self.close()
         elif time.monotonic() > self._warm_by_s:
-            log.warning("processes are started without the fork server: it does not get ready")
+            log.warning(
+                "processes are started without the fork server: it did not become ready in time"
+            )
             self.close()
         return self._socket is not None and not self._is_ready
 

@@ -52,9 +52,7 @@ def make_private(folder: Path) -> None:
                 )
             _restrict(descriptor)
     except OSError as error:
-        raise ConfigError(
-            f"{folder}: cannot be made a folder for you alone ({error.strerror})."
-        ) from error
+        raise ConfigError(f"{folder}: cannot be made private to you ({error.strerror}).") from error
 
 
 def take_from_others(path: Path) -> None:
@@ -109,7 +107,9 @@ def replace_private(path: Path, content: bytes) -> None:
         with suppress(FileNotFoundError):
             owned = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
             if not stat.S_ISREG(owned.st_mode):
-                raise OSError(errno.ELOOP, "it is a link, or no file; name the file itself")
+                raise OSError(
+                    errno.ELOOP, "it is a link or not a regular file; name the file itself"
+                )
         descriptor = os.open(
             new,
             os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
@@ -151,7 +151,7 @@ def _opened(folder: Path, *, is_ours: bool = False) -> Iterator[int]:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
                 if is_root and found.st_uid:
                     raise PermissionError(
-                        errno.EPERM, f"a link of another account leads there: {part}"
+                        errno.EPERM, f"the path leads through a link of another account: {part}"
                     )
                 target = Path(os.readlink(part, dir_fd=at))
                 left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
@@ -216,7 +216,7 @@ def read_private(path: Path, what: str) -> bytes:
         raise ConfigError(f"{path} is no regular file, and {what} must be in one.")
     if not is_private(status.st_mode, status.st_uid, os.geteuid()):
         raise ConfigError(
-            f"{path}: others may read {what}. Keep it to yourself with: chmod 600 {path}"
+            f"{path}: other users may read {what}. Make it private with: chmod 600 {path}"
         )
     if len(found) > MAX_PRIVATE_BYTES:
         raise ConfigError(f"{path}: {what} has more than {MAX_PRIVATE_BYTES} bytes.")

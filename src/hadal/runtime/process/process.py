@@ -132,7 +132,7 @@ def remove_stale_folders() -> None:
             if is_old and is_ours and not any(map(is_heard, folder.glob("*.sock"))):
                 shutil.rmtree(folder)
         except OSError as error:  # Not a run folder, or already gone.
-            log.debug("%s stays: %s", folder, error)
+            log.debug("cannot remove the old run folder %s: %s", folder, error)
 
 
 def versions() -> dict[str, str]:
@@ -158,12 +158,22 @@ def unit_arguments(description: str | None) -> argparse.Namespace:
         "--unit", required=True, help="the unit's name on the wire, such as decode-0"
     )
     parser.add_argument("--role", required=True, choices=ROLES)
-    parser.add_argument("--rank", type=int, help="place in the unit, from 0; none: its leader")
-    parser.add_argument("--device", type=int, help="which GPU of its node; none: the CPU")
-    parser.add_argument("--model", default="", help="folder of the checkpoint; none: the run's")
-    parser.add_argument("--model-digest", default="", help="of that folder's weights")
-    parser.add_argument("--fingerprint", default="", help="of what KV made with them depends on")
-    parser.add_argument("--messages", default="", help="digest of those that the server speaks")
+    parser.add_argument(
+        "--rank", type=int, help="rank in the unit, from 0; if not given, the unit's leader"
+    )
+    parser.add_argument(
+        "--device", type=int, help="number of the GPU on its node; if not given, the CPU"
+    )
+    parser.add_argument(
+        "--model", default="", help="folder of the checkpoint; if not given, the run's"
+    )
+    parser.add_argument("--model-digest", default="", help="digest of that folder's weights")
+    parser.add_argument(
+        "--fingerprint", default="", help="fingerprint of all that KV depends on besides its text"
+    )
+    parser.add_argument(
+        "--messages", default="", help="digest of the messages that the server uses"
+    )
     add_epoch_arguments(parser)
     return parser.parse_args()
 
@@ -193,8 +203,8 @@ def enter_unit(name: str, asked: argparse.Namespace) -> Run:
     run = enter_child(name, asked.folder)
     if asked.messages and asked.messages != messages_digest():
         raise ConfigError(
-            f"hadal {__version__}, which is installed now, does not understand the messages of the"
-            " server that runs. Start a server with it beside this one, and end this one then."
+            f"hadal {__version__}, which is installed now, uses other messages than the running server."
+            " Start a second server with the installed version, then stop this one."
         )
     if not asked.model:
         return run
@@ -210,7 +220,7 @@ def add_epoch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that every process gets from its starter."""
     parser.add_argument("--folder", type=Path, required=True, help="run folder of this host")
     parser.add_argument(
-        "--epoch-number", type=int, default=0, help="how often a process of this name was started"
+        "--epoch-number", type=int, default=0, help="number of starts of processes of this name"
     )
 
 

@@ -52,7 +52,10 @@ class OutputRelay:
             except OSError as error:
                 # The output is read nevertheless: a process blocks if its output is not read.
                 log.warning(
-                    "%s: what %s says is not kept there (%s)", self._log_path, self._name, error
+                    "%s: the output of %s cannot be written there, and goes to stderr (%s)",
+                    self._log_path,
+                    self._name,
+                    error,
                 )
         with output as lines, file or contextlib.nullcontext():
             for line in lines:

@@ -242,7 +242,9 @@ def make_group(
             host=run.address,
         )
     except ValueError as error:
-        raise ConfigError(f"transport {deployment.transport!r} cannot be had: {error}") from error
+        raise ConfigError(
+            f"transport {deployment.transport!r} is not available: {error}"
+        ) from error
 
 
 def _freeze() -> None:

@@ -59,7 +59,7 @@ class News:
         members = {member.rank: member.epoch for member in plan.members}
         for peer, epoch in self._rank_to_epoch.items():
             if members.get(peer) != epoch:
-                self.peer_lost(peer, "the leader goes on without it")
+                self.peer_lost(peer, "the leader continues without it")
         with self._lock:
             self._rank_to_epoch = members
             self._noted &= set(members.items())
@@ -80,7 +80,7 @@ class News:
         with self._lock:
             unsaid, self._unlogged = self._unlogged, []
         for peer, reason in unsaid if not self.is_stopping() else ():
-            log.warning("noticed that rank %d is gone: %s", peer, reason)
+            log.warning("rank %d is lost: %s", peer, reason)
 
 
 class Noticing:

@@ -76,7 +76,7 @@ def make_runner(
     model = DeepseekV3(weights, cache, comm)
     store = ExpertStore(folder, weights, slot_to_expert_LS, held)
     log.info(
-        "weights loaded in %.1f s, %d of %d experts of a layer; threads: %d, %s, %s",
+        "weights loaded in %.1f s, %d of %d experts per layer; threads: %d, %s, %s",
         time.monotonic() - started_s,
         placement.num_expert_slots,
         config.n_routed_experts,

@@ -180,7 +180,7 @@ class Loader:
                         if not do_all_hang
                         else "the disk hangs"
                     )
-                    self._troubles.note("hang", f"{text}; what is on it is computed instead")
+                    self._troubles.note("hang", f"{text}; its KV is computed instead")
                     self._end(load, text)
             return self._worker.take()
 
@@ -289,9 +289,7 @@ class Loader:
     def _damaged(self, segment: Segment, slot: int, record: Words, what: str) -> str:
         """Mark a disk slot as damaged, so that it is not read again. Return `what`."""
         text = f"slot {slot} of {segment.path.name}: {what}"
-        self._troubles.note(
-            "damaged", f"{text}; it is not used, and written anew when it is computed"
-        )
+        self._troubles.note("damaged", f"{text}; the block is computed again and then rewritten")
         try:
             segment.mark_damaged(slot, int(record[SEQUENCE]))
         except OSError as error:

@@ -234,7 +234,7 @@ class OwnBlocks:
         num_damaged = len(records) - int(is_empty.sum()) - len(slots)
         if num_damaged:
             self._troubles.note(
-                "damaged", f"{segment.path.name}: {num_damaged} records are damaged and left out"
+                "damaged", f"{segment.path.name}: {num_damaged} records are damaged and not used"
             )
         self._slots.add_segment(segment.number, segment.num_slots)
         self._slots.restore(

@@ -204,7 +204,8 @@ class OwnSegments:
         except OtherModelError as error:
             self._foreign.add(number)
             self._troubles.note(
-                "another model", f"{error}; it stays, beside this model's and its budget"
+                "another model",
+                f"{error}; it is not deleted, and this model's budget does not include it",
             )
             segment.close()
             return None

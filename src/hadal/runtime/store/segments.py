@@ -100,7 +100,7 @@ class Segment:
     def create(cls, folder: Path, fingerprint: str, block_bytes: int, num_slots: int) -> Segment:
         """Create, reserve and lock an empty segment under a new random number."""
         if not 1 <= num_slots <= MAX_SEGMENT_SLOTS or block_bytes < 1 or len(fingerprint) > 64:
-            raise ValueError(f"a segment of {num_slots} slots of {block_bytes} bytes cannot be")
+            raise ValueError(f"cannot create a segment of {num_slots} slots of {block_bytes} bytes")
         number, slot_bytes = secrets.randbits(62), slot_bytes_of(block_bytes)
         path = segment_path(folder, number)
         new = path.with_suffix(NEW_SUFFIX)
@@ -158,8 +158,8 @@ class Segment:
         """Raise OtherModelError unless its blocks are of this model and size."""
         if self.fingerprint != fingerprint or block_bytes not in (None, self.block_bytes):
             raise OtherModelError(
-                f"{self.path.name} holds KV of another model or format (with drafts, blocks have a"
-                " layer more)"
+                f"{self.path.name} holds KV of another model or format (with drafts, blocks have"
+                " one more layer)"
             )
 
     def is_whole(self) -> bool:

@@ -47,8 +47,8 @@ class Troubles:
         """Note that the folder is missing."""
         self.note(
             GONE,
-            f"the folder {self._folder} is gone: what was in it is computed, and it is made again"
-            " as soon as there is something to keep",
+            f"the folder {self._folder} is gone: its KV is computed again, and the folder is created"
+            " again when there is a block to store",
         )
 
     def note_error(self, what: str, error: Exception) -> str:
@@ -62,17 +62,17 @@ class Troubles:
             name = errno.errorcode.get(number, str(number))
             self.note(
                 name,
-                f"the folder {self._folder} fails ({os.strerror(number)}): what cannot be read is "
-                "computed, and nothing is kept until it works again",
+                f"the folder {self._folder} fails ({os.strerror(number)}): KV that cannot be "
+                "read is computed, and none is stored until the folder works again",
             )
         else:
-            self.note("segment", f"{error}; what was in it is computed")
+            self.note("segment", f"{error}; its KV is computed instead")
         return f"{what}: {error}"
 
     def note_useless(self, error: Exception) -> None:
         """Note a file that is not a whole segment, or never was one of ours; it is not removed."""
         text = (
-            f"{error}; it takes room and is not used: delete it, unless another version of Hadal"
-            " has it"
+            f"{error}; it takes up disk space and is not used: delete it, unless another version of"
+            " Hadal uses it"
         )
         self.note("useless segment", text)

@@ -171,7 +171,9 @@ class DiskView:
         try:
             self._marks.put_nowait(locations)
         except queue.Full:
-            self.troubles.note("marks", "the folder is too slow to count uses in")
+            self.troubles.note(
+                "marks", "the folder is too slow: some uses of blocks are not counted"
+            )
 
     def stop(self, timeout_s: float) -> None:
         self._stopping.set()
@@ -231,7 +233,9 @@ class DiskView:
         is_there = is_good & (segment.damaged() != records[:, SEQUENCE])
         if num_bad:
             # Damaged, or being written now: its writer reports a change when it is done.
-            self.troubles.note("records", f"{segment.path.name}: {num_bad} records are not whole")
+            self.troubles.note(
+                "records", f"{segment.path.name}: {num_bad} records are incomplete or damaged"
+            )
         is_other = names != known.names
         gone = known.names[known.is_there & (~is_there | is_other)]
         (slots,) = np.nonzero(is_there & (~known.is_there | is_other))

@@ -171,7 +171,7 @@ class DiskWriter:
                 self._end(store, self._pause.reason)
             elif not fits:
                 self._troubles.note(
-                    "behind", "the disk is slower than what is to be written; the rest is left out"
+                    "behind", "the disk is too slow for all new blocks; some are not stored"
                 )
                 self._end(store, "the disk is behind")
             else:

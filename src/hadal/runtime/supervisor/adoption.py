@@ -81,7 +81,7 @@ class NodeKeeper:
             return
         child.adopt(now_s, process)
         self._wire.expect(name, epoch_number)
-        log.info("%s goes on on node %d", name, process.node, extra=about(name))
+        log.info("%s keeps running on node %d", name, process.node, extra=about(name))
         if child.role == GATEWAY and self._has_other_keys:
             log.warning("%s is started again: API keys have changed", name, extra=about(name))
             child.replace()
@@ -95,6 +95,6 @@ class NodeKeeper:
         """End the run, without its processes, if another supervisor has taken them over."""
         if message.is_superseded and self._end.exit_code is None:
             log.error(
-                "another `hadal serve` has taken over what this one ran on the nodes; it ends"
+                "another `hadal serve` has taken over the processes on the nodes; this one ends"
             )
             self._end.supersede()

@@ -58,7 +58,7 @@ class Draining:
         if self._end.drain_until_s is not None:
             if now_s < self._end.drain_until_s - self._timeout_s + SAME_SIGNAL_S:
                 return
-            log.warning("ending at once")
+            log.warning("ending now, without waiting for streams")
             self._end.exit_at_once(128 + number)
             return
         self._end.drain(now_s + self._timeout_s)

@@ -96,7 +96,7 @@ class Exits:
         if why is None and self._has_successor(child):
             self._wire.send(FRONT, LeaderDown(child.name, reason))
             log.warning(
-                "%s ended: %s; its ranks wait for another",
+                "%s ended: %s; its ranks wait for a new leader",
                 child.name,
                 reason,
                 extra=about(child.name),
@@ -120,7 +120,7 @@ class Exits:
                 why,
                 "the others go on without it"
                 if self._children.can_serve()
-                else "nothing is served until it is back",
+                else "no request is served until it is back",
                 rest_s,
                 extra=about(child.name),
             )
@@ -140,7 +140,7 @@ class Exits:
         for other in self._children.ranks_of(unit):
             if other.pid:
                 log.warning(
-                    "%s ends with its leader, which none takes over from",
+                    "%s ends with its leader, which has no successor",
                     other.name,
                     extra=about(other.name),
                 )
@@ -177,7 +177,7 @@ def _how(code: int) -> str:
         return f"exit code {code}"
     if -code == signal.SIGBUS:
         return (
-            "killed by SIGBUS: a file that it had mapped became shorter; the model's, it is likely"
+            "killed by SIGBUS: a file that it had mapped was cut off, probably a file of the model"
         )
     try:
         return f"killed by {signal.Signals(-code).name}"

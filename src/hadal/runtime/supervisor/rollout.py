@@ -121,13 +121,13 @@ class Rollouts:
             self._files.replace_run(dataclasses.replace(self._files.run, rollout=message))
         except OSError as error:
             folder = self._files.folder
-            log.error("nothing is rolled out: %s cannot be written to (%s)", folder, error)
+            log.error("the rollout was not begun: %s cannot be written to (%s)", folder, error)
             return
         self._last_rollout = message
         self._starter.renew_code()
         number = self._rollout.number + 1 if self._rollout is not None else 1
         model = message.model or self._files.run.deployment.model
-        log.info("replacing all units by ones that serve %s", model)
+        log.info("replacing all units with units that serve %s", model)
         self._fleet.roll_out(now_s, message, rollout_arguments(message, messages_digest()))
         num_left = self._fleet.num_unreplaced
         self._rollout = RolloutStatus(number, model, num_left, num_left)
@@ -137,7 +137,7 @@ class Rollouts:
         """Resume the rollout of an earlier supervisor, once all running processes are known."""
         begun = self._files.run.rollout if self._rollout is None else None
         if begun is not None and self._children.is_known and not self._end.is_draining:
-            log.info("going on with the rollout that the supervisor before had begun")
+            log.info("resuming the rollout of the previous supervisor")
             self.roll_out(begun)
 
     def _look_at_rollout(self, fleet: FleetExecutor) -> None:

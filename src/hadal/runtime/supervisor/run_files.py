@@ -60,7 +60,9 @@ class RunFiles:
             write()
         except OSError as error:
             if not self._is_unwritten:
-                log.warning("what is told in %s is old (%s)", self.folder, error)
+                log.warning(
+                    "the files in %s are out of date: writing them failed (%s)", self.folder, error
+                )
             self._is_unwritten = True
         else:
             self._is_unwritten = False

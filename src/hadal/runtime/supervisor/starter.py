@@ -131,7 +131,7 @@ class Starter:
             )
         except OSError as error:
             again_s = child.backoff.delay(now_s)
-            log.warning("%s cannot be started (%s); again in %g s", child.name, error, again_s)
+            log.warning("%s cannot be started (%s); retrying in %g s", child.name, error, again_s)
             return False
         self._wire.expect(wire_name(child.name), child.epoch_number)
         return True

@@ -98,7 +98,7 @@ class Watching:
             waited_s = self._state_of(child.name).waited_s
             if start_is_over(elapsed_s, waited_s, child.progress.timeout_s):
                 log.error(
-                    "%s is not ready and came no nearer to it for %.0f s (%.0f s of them without a"
+                    "%s made no start-up progress for %.0f s (%.0f s of them without a"
                     " processor); its process is ended and started again",
                     child.name,
                     elapsed_s,
@@ -129,7 +129,7 @@ class Watching:
         }
         for name in self._gateways.frozen(now_s, working):
             log.warning(
-                "%s (pid %d) has not moved for %.1f s%s; its process is ended and started again",
+                "%s (pid %d) sent no heartbeat for %.1f s%s; its process is ended and started again",
                 name,
                 working[name],
                 self._gateway_timeout_s,

@@ -149,8 +149,8 @@ class ExpertClient:
             return link.ask(receive, deadline_s, tries=1)
         except (OSError, BadPeer) as error:
             log.warning(
-                "expert %d of MoE layer %d did not come from %s:%d, and is read from the model's"
-                " files: %s",
+                "expert %d of MoE layer %d could not be pulled from %s:%d; it is read from the"
+                " model's files: %s",
                 source.expert,
                 layer,
                 source.host,
@@ -196,7 +196,7 @@ def _receive(
         if not is_direct:
             _from_host(host, tensor)
     if digest.intdigest() != head.digest:
-        raise BadPeer("its bytes do not add up to their sum")
+        raise BadPeer("its bytes do not match their checksum")
     return True
 
 

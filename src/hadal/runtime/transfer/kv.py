@@ -89,9 +89,7 @@ class KvWire:
             nixl.about(pool)  # Make it now, not in the middle of the first pull.
         if handover != SHM:
             if grants is None:
-                raise ValueError(
-                    f"{handover}: KV leaves the process only with a secret and grants."
-                )
+                raise ValueError(f"handover is {handover}, which needs a secret and grants.")
             about_nixl = None if nixl is None else nixl.about
             self._server = KvServer(
                 pool, host, secret, grants, lease_s=lease_s, about_nixl=about_nixl
@@ -155,7 +153,7 @@ class KvWire:
         for source in sources:
             source.close()
         if self._server is not None and not self._server.close(timeout_s):
-            log.warning("leaving in the middle of sending KV")
+            log.warning("this process ends while it sends KV")
 
     def _source(self, text: str) -> _SourcePool:
         address = PoolAddress.parse(text)
@@ -247,7 +245,7 @@ class _SourcePool:
                 # If the pool's owner is gone, the next transport fails at once too.
                 self.transfers = tuple(one for one in self.transfers if one is not transfer)
                 log.warning(
-                    "%s is pulled from over %s from now on: %s",
+                    "pulls from %s use %s from now on: %s",
                     self.address.name,
                     self.transfers[0].name.upper(),
                     error,
@@ -255,7 +253,7 @@ class _SourcePool:
 
     def _note_transport(self, transfer: KvTransfer) -> None:
         if transfer.name != self.transport:
-            log.info("KV of %s comes over %s", self.address.unit, transfer.name)
+            log.info("KV of %s is pulled over %s", self.address.unit, transfer.name)
         self.transport = transfer.name
 
     def _let_go(self) -> None:

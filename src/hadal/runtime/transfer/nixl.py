@@ -152,7 +152,7 @@ class NixlAgent:
         if self._agent is None:
             name = package()
             if name is None:
-                raise NixlError("it is not installed")
+                raise NixlError("NIXL is not installed")
             try:
                 self.library = library = importlib.import_module(f"{name}._bindings")
             except ImportError as error:
@@ -165,7 +165,7 @@ class NixlAgent:
                 agent = library.nixlAgent(self._name, config)
                 agent.createBackend("UCX", {})
             except self.errors() as error:
-                raise NixlError(f"UCX cannot be had: {type(error).__name__} {error}") from error
+                raise NixlError(f"UCX is not available: {type(error).__name__} {error}") from error
             self._agent = agent
         return self._agent
 
@@ -223,12 +223,12 @@ class NixlReader:
             try:
                 self._agent.releaseXferReq(handle)
             except self._nixl.errors() as error:
-                log.debug("a read cannot be called off: %s", error)
+                log.debug("a NIXL read cannot be cancelled: %s", error)
         self._under_way.clear()
         try:
             self._agent.invalidateRemoteMD(self._peer)
         except self._nixl.errors() as error:
-            log.debug("the other agent was gone already: %s", error)
+            log.debug("the other NIXL agent has ended already: %s", error)
         if is_quiet:
             self._nixl.forget(self._agent, self._buffer)
         else:

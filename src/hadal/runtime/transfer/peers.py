@@ -115,7 +115,7 @@ class Channel:
                 raise ConnectionResetError("it closed the connection")
             left = after(left, count)
         if self._in is not None and self._in.tag(views) != tag:
-            raise NotProven("what came was changed on its way")
+            raise NotProven("the received data was changed on its way")
 
     def send_frame(
         self, frame: msgspec.Struct | None, *views: memoryview, deadline_s: float | None = None
@@ -138,13 +138,13 @@ class Channel:
         self.fill(memoryview(head), deadline_s=deadline_s, silence_s=silence_s)
         (length,) = U32.unpack(head)
         if length > MAX_FRAME_BYTES:
-            raise BadPeer(f"it announces {length} bytes")
+            raise BadPeer(f"it announces a frame of {length} bytes, which is above the limit")
         body = bytearray(length)
         self.fill(memoryview(body), deadline_s=deadline_s)
         try:
             return decoder.decode(body)
         except msgspec.MsgspecError as error:
-            raise BadPeer(f"what it says cannot be read ({error})") from error
+            raise BadPeer(f"its frame cannot be decoded ({error})") from error
 
     def close(self) -> None:
         self.connection.close()
@@ -333,7 +333,9 @@ class PeerServer(Generic[F]):
         # The limit counts only connections after their handshake.
         if not self._serving_limit.acquire(timeout=SILENCE_S):
             log.warning(
-                "a connection for %s was refused: %d are served", self._kind, MAX_CONNECTIONS
+                "a connection for %s was refused: %d connections are served already",
+                self._kind,
+                MAX_CONNECTIONS,
             )
             return
         try:
@@ -460,7 +462,7 @@ def shut(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:
-        log.debug("it was gone already: %s", error)
+        log.debug("the connection was closed already: %s", error)
 
 
 def _take(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:

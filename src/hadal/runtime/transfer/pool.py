@@ -107,7 +107,7 @@ class KvPool:
         Raises ConfigError, with advice, if /dev/shm has too little free memory.
         """
         if dtype not in _DTYPES or min(shape) < 1 or shape[2] != BLOCK_TOKENS:
-            raise ValueError(f"a pool of {dtype} {shape} cannot be")
+            raise ValueError(f"cannot create a KV pool of {dtype} {shape}")
         block_bytes = shape[1] * shape[2] * shape[3] * _DTYPES[dtype]
         offset = mmap.PAGESIZE * (1 + -(-shape[0] * 8 // mmap.PAGESIZE))
         size = offset + shape[0] * block_bytes

@@ -64,9 +64,9 @@ class Stager:
                 return
             for old in [waiting for waiting in worker.waiting if waiting.layer == plan.layer]:
                 worker.waiting.remove(old)
-                self._refuse(old, f"stage {plan.stage_id} takes its place")
+                self._refuse(old, f"stage {plan.stage_id} replaces it")
             if len(worker.waiting) >= MAX_WAITING:
-                self._refuse(plan, f"{MAX_WAITING} layers wait already")
+                self._refuse(plan, f"{MAX_WAITING} layers are queued already")
             else:
                 worker.submit(plan)
 

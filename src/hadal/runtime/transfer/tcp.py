@@ -158,7 +158,7 @@ class KvServer:
         elif self._about_nixl is not None:
             channel.send_frame(self._about_nixl(self._pool))
         else:
-            raise BadPeer("it asks for NIXL, which is not here")
+            raise BadPeer("it asks for NIXL, which this process does not use")
 
     def _send(self, channel: Channel, ask: PullChunks, deadline_s: float) -> None:
         pool, per_chunk = self._pool, blocks_per_chunk(self._pool.block_bytes)
@@ -250,7 +250,7 @@ class TcpTransfer:
                     return FREED_DURING
                 if not missing:
                     return None
-            return f"{len(missing)} chunks from {about.name} do not add up to their checksums"
+            return f"{len(missing)} chunks from {about.name} do not match their checksums"
 
         return self.peer.ask(pull, deadline_s)
 
@@ -284,13 +284,15 @@ class TcpTransfer:
             head = channel.receive_frame(_CHUNKS, deadline_s)
             if isinstance(head, ChunksEnd):
                 if head.outcome == "refused":
-                    raise BadPeer("it refuses the lease")
+                    raise BadPeer("it rejects the lease")
                 if head.outcome == "sent" and asked:
-                    raise BadPeer(f"it ends with {len(asked)} chunks to come")
+                    raise BadPeer(f"it ends with {len(asked)} chunks missing")
                 return head.outcome == "freed"
             part = into[head.chunk * per_chunk : (head.chunk + 1) * per_chunk]
             if head.chunk not in asked or head.num_bytes != len(part) * own.block_bytes:
-                raise BadPeer(f"it sends {head.num_bytes} bytes as chunk {head.chunk}")
+                raise BadPeer(
+                    f"it sends {head.num_bytes} bytes as chunk {head.chunk}, not as requested"
+                )
             asked.discard(head.chunk)
             views = own.views(part)
             channel.fill(*views, deadline_s=deadline_s)
@@ -298,7 +300,7 @@ class TcpTransfer:
                 missing.discard(head.chunk)
             else:
                 log.warning(
-                    "chunk %d from %s does not add up to its checksum",
+                    "chunk %d from %s does not match its checksum",
                     head.chunk,
                     self._address.name,
                 )

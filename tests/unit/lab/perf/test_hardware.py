@@ -26,7 +26,7 @@ def test_h800_is_h100_with_narrower_nvlink() -> None:
 
 def test_names_are_found_in_any_case_and_unknown_ones_list_the_known() -> None:
     assert hardware_named("GB200") is HARDWARE["gb200"]
-    with pytest.raises(ValueError, match="'h900' is not known; known are h800, h20"):
+    with pytest.raises(ValueError, match="'h900' is unknown; use one of h800, h20"):
         hardware_named("h900")
 
 

@@ -27,5 +27,5 @@ def test_a_given_price_goes_first() -> None:
     "given", [{"h900": 1.0}, {"h20": 0.0}, {"h20": float("nan")}, {"h20": float("inf")}]
 )
 def test_no_hardware_and_no_price(given: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"not known|above 0"):
+    with pytest.raises(ValueError, match=r"is unknown|above 0"):
         rents(given)

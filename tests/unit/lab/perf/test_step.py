@@ -213,17 +213,23 @@ def test_the_slowest_ranks_attention_counts_and_the_mean_ranks_experts() -> None
         (lambda: StepModel(144).decode(0, 100), "requests of a rank: 0"),
         (lambda: StepModel(144).decode(8, math.nan), "KV tokens"),
         (lambda: StepModel(144).decode(8, math.inf), "inf; it must be above 0 and finite"),
-        (lambda: StepModel(144).decode(8, 100, -1), "drafts"),
-        (lambda: StepModel(144).decode(8, 100, 1, mtp_accept=1.5), "between 0 and 1"),
+        (lambda: StepModel(144).decode(8, 100, -1), "speculative tokens"),
+        (lambda: StepModel(144).decode(8, 100, 1, mtp_accept=1.5), "from 0 to 1"),
         (lambda: StepModel(144).decode(8, 100, expert_imbalance=0.5), "expert imbalance is 0.5"),
         (
             lambda: StepModel(144).decode(8, 100, attention_imbalance=0.5),
             "attention imbalance is 0.5",
         ),
-        (lambda: StepModel(144).decode(8, 100, schedule="fast"), "known are auto, sequential"),
-        (lambda: StepModel(144).decode(1, 100, schedule="decode_five"), "cannot be cut"),
+        (lambda: StepModel(144).decode(8, 100, schedule="fast"), "use one of auto, sequential"),
+        (
+            lambda: StepModel(144).decode(1, 100, schedule="decode_five"),
+            "cannot be divided into two",
+        ),
         (lambda: StepModel(32).prefill(0, 100), "tokens of a rank"),
-        (lambda: StepModel(32).prefill(100, 100, cached_tokens=100), "some must be computed"),
+        (
+            lambda: StepModel(32).prefill(100, 100, cached_tokens=100),
+            "at least one must be computed",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: object, words: str) -> None:

@@ -115,7 +115,7 @@ def test_steps_within_a_verified_one_are_counted_and_not_drawn() -> None:
 def test_no_steps_are_a_trace_and_times_must_go_on() -> None:
     assert steps_trace("unit-0", []) == {"traceEvents": [], "displayTimeUnit": "ms"}
     for begins in ((1.0, 0.5), (0.0, math.nan), (0.0, math.inf)):
-        with pytest.raises(ValueError, match="in the order in which they began"):
+        with pytest.raises(ValueError, match="finite start times in ascending order"):
             steps_trace("unit-0", [(begin_s, SMALL) for begin_s in begins])
 
 

@@ -165,5 +165,5 @@ def test_what_cannot_be_is_said() -> None:
         expert_share(AUTO, "both", 144, 32, rng)
     with pytest.raises(ValueError, match="do not divide evenly"):
         expert_share(AUTO, DECODE, 143, 32, rng)
-    with pytest.raises(ValueError, match="at least one row"):
+    with pytest.raises(ValueError, match="less than one row"):
         expert_share(OFF, DECODE, 144, 32, rng, num_layers=2).one_micro_batch(0.0, rng)

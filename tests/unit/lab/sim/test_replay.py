@@ -143,7 +143,7 @@ def test_a_message_that_was_not_recorded_is_a_difference(recordings: list[Record
     )
     assert report.difference is not None
     assert (report.difference.process, report.difference.call) == ("front", number)
-    assert "things, not" in report.difference.what
+    assert "effects, not" in report.difference.what
     assert "Prefill(" in report.difference.replayed
 
 
@@ -200,7 +200,7 @@ def test_what_a_role_raises_is_compared(recordings: list[Recording]) -> None:
 
 
 def test_nothing_to_replay(recordings: list[Recording]) -> None:
-    with pytest.raises(ValueError, match="nothing to replay"):
+    with pytest.raises(ValueError, match="the recording is empty"):
         replay([Recording(recordings[0].opening, ())], make_role)
 
 

@@ -177,7 +177,7 @@ def test_a_file_of_something_else_is_kept_aside(
     outbox.close()
     assert left_in(path) == ["a"]
     assert path.with_name("l.outbox.damaged").read_bytes() == b"no database" * 1000
-    assert "kept as l.outbox.damaged" in caplog.text
+    assert "renamed to l.outbox.damaged" in caplog.text
 
 
 def test_a_file_that_rots_under_its_writer_is_kept_aside(path: Path) -> None:

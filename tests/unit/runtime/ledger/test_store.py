@@ -93,7 +93,7 @@ def test_another_file_is_left_alone(tmp_path: Path) -> None:
     path.write_text("nothing of a database" * 100)
     store = Store(ledger_url(str(path)))
     for use in (store.prepare, lambda: store.read(*ALWAYS)):
-        with pytest.raises(LedgerError, match="a file of something else"):
+        with pytest.raises(LedgerError, match="not a SQLite file"):
             use()
     assert path.read_text() == "nothing of a database" * 100
     store.close()

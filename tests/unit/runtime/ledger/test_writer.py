@@ -144,7 +144,7 @@ def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture)
     writer.close(DEADLINE_S)
     counts = writer.counts
     assert (counts.num_written, counts.num_same, counts.num_refused) == (2, 1, 1)
-    assert "knows other facts of b" in caplog.text
+    assert "different values, which stay: b" in caplog.text
 
 
 @pytest.mark.promise("facts wait in the outbox, a SQLite file beside it that all gateways share")
@@ -220,7 +220,7 @@ def test_with_the_outbox_full_too_facts_wait_in_memory(
     names = [f"r{index} {'x' * 1000}" for index in range(50)]  # 50 kB; the outbox takes 32.
     for name in names:
         writer.add(fact(name))
-    wait_until(lambda: "wait in memory" in caplog.text, "the outbox is full")
+    wait_until(lambda: "queued in memory" in caplog.text, "the outbox is full")
     assert writer.counts.num_waiting > 0
     store.is_down = False
     kept.wait_for(50)
@@ -256,7 +256,7 @@ def test_what_there_is_no_room_for_is_counted_and_bills_give_way_last(
     counts = writer.counts
     assert counts.num_lost == 51
     assert counts.num_added == counts.num_written + counts.num_lost
-    assert caplog.text.count("loses more until") == 1, "a line for each spell"
+    assert caplog.text.count("more are lost until") == 1, "a line for each spell"
     store.close()
 
 
@@ -275,7 +275,7 @@ def test_one_fact_that_will_never_do_keeps_no_other_out(store: FakeStore) -> Non
 
 def test_a_ledger_of_something_else_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "l.sqlite").write_bytes(b"no database" * 1000)
-    with pytest.raises(LedgerError, match="something else"):
+    with pytest.raises(LedgerError, match="not a SQLite file"):
         writer_of(FakeStore(tmp_path), Kept()).start()
 
 

@@ -88,7 +88,7 @@ def test_one_whose_log_cannot_be_opened_does_not_stand_still(
     (tmp_path / "log").mkdir()
     start(child, tmp_path)
     assert reap(child) == 3
-    assert "is not kept there" in caplog.text
+    assert "cannot be written there" in caplog.text
 
 
 def test_what_cannot_be_started_is_tried_less_and_less_often(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_folder_is_made_private_whether_it_was_there_or_not(tmp_path: Path) ->
         make_private(folder)
         assert mode(folder) == 0o700
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="for you alone"):
+    with pytest.raises(ConfigError, match="private to you"):
         make_private(tmp_path / "file" / "below")
 
 
@@ -143,7 +143,7 @@ def test_a_deployments_secret_is_drawn_or_read_and_never_short(tmp_path: Path) -
     path = tmp_path / "secret"
     path.write_bytes(b"x" * 15 + b"\n")
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match="16 bytes at least"):
+    with pytest.raises(ConfigError, match="at least 16 bytes"):
         _secret(path)
     path.write_bytes(b"x" * 16 + b"\n")
     assert _secret(path) == b"x" * 16

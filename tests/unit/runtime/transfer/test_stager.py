@@ -142,7 +142,7 @@ def test_a_plan_that_waits_gives_way_to_the_next_of_its_layer(rank: Rank) -> Non
     rank.stager.submit(rank.plan(1, layer=5))
     rank.stager.submit(rank.plan(2, layer=5))
     (refused,) = rank.take(1)
-    assert (refused.stage_id, refused.layer, refused.error) == (1, 5, "stage 2 takes its place")
+    assert (refused.stage_id, refused.layer, refused.error) == (1, 5, "stage 2 replaces it")
     rank.store.go.set()
     assert [staged.stage_id for staged in rank.take(2)] == [0, 2]
 
@@ -154,7 +154,7 @@ def test_more_than_may_wait_are_refused(rank: Rank) -> None:
         rank.stager.submit(rank.plan(stage_id))
     refused = rank.take(2)
     assert [staged.stage_id for staged in refused] == [MAX_WAITING + 1, MAX_WAITING + 2]
-    assert all("wait already" in str(staged.error) for staged in refused)
+    assert all("queued already" in str(staged.error) for staged in refused)
     rank.store.go.set()
     assert [staged.stage_id for staged in rank.take(MAX_WAITING + 1)] == list(
         range(MAX_WAITING + 1)

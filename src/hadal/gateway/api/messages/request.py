@@ -191,16 +191,16 @@ def _decode(body: bytes, kind: type[CountRequest]) -> Any:
         return decode(body, kind)
     except RequestError as error:
         if error.param is not None and _BLOCK_TYPE.search(error.param):
-            served = "text, thinking, redacted_thinking, tool_use and tool_result"
-            raise RequestError(f"{error} Blocks of {served} are served.", error.param) from None
+            served = "text, thinking, redacted_thinking, tool_use or tool_result"
+            raise RequestError(f"{error} Send blocks of type {served}.", error.param) from None
         raise
 
 
 def _chat_of(request: MessagesRequest, named: NamedBody) -> ChatAsk:
     if request.thread is not None:
         raise RequestError(
-            "thread is not supported: no conversation is kept here. Leave it out, and send all of its"
-            " messages.",
+            "thread is not supported: this server stores no conversations. Leave it out, and send all"
+            " messages of the conversation.",
             "thread",
             UNTHREADED,
         )
@@ -217,7 +217,7 @@ def _chat_of(request: MessagesRequest, named: NamedBody) -> ChatAsk:
     turns, prefix = _turns(request)
     if output.format and request.output_format not in (None, output.format):
         raise RequestError(
-            "output_config.format and output_format say different things; send one.",
+            "output_config.format and output_format differ; send one.",
             "output_format",
         )
     format = _format_of(output.format or request.output_format)
@@ -262,7 +262,7 @@ def _check_edits(asked: ContextManagement | None) -> None:
         if edit.type != _CLEAR_THINKING:
             where = f"context_management.edits[{index}].type"
             raise RequestError(
-                f"{where} is {edit.type[:40]!r}; {_CLEAR_THINKING!r} alone is supported. Leave the"
+                f"{where} is {edit.type[:40]!r}; only {_CLEAR_THINKING!r} is supported. Leave the"
                 " edit out, and shorten the conversation in the client.",
                 where,
             )
@@ -301,9 +301,9 @@ def _tools_of(tools: Sequence[ClientTool], referenced: Collection[str]) -> list[
     given = []
     for index, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
-            runs = "runs with the client, and its schema is not known here"
+            runs = "the client runs, and this server does not have its schema"
             if not tool.type.startswith(_CLIENTS):
-                runs = "is no tool of the client's, and nothing but the model runs here"
+                runs = "a provider would have to run; this server runs no tools"
             raise RequestError(
                 f"tools[{index}].type is {tool.type[:40]!r}, which {runs}. Send a tool with an"
                 " input_schema.",
@@ -316,7 +316,8 @@ def _tools_of(tools: Sequence[ClientTool], referenced: Collection[str]) -> list[
             function["description"] = tool.description
         if tool.input_schema is None:
             raise RequestError(
-                f"tools[{index}].input_schema is missing.", f"tools[{index}].input_schema"
+                f"tools[{index}].input_schema is missing; send a JSON schema.",
+                f"tools[{index}].input_schema",
             )
         check_depth(tool.input_schema, f"tools[{index}].input_schema")
         function["parameters"] = tool.input_schema
@@ -356,8 +357,8 @@ def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
         return tuple(turns), ""
     if len(messages) == 1 or turns[-1].calls:
         raise RequestError(
-            "messages ends with an assistant's message that nothing can follow: there is no message"
-            " before it, or it calls tools whose results are missing.",
+            "The last message is an assistant's that cannot be continued: it is the only message, or"
+            " results of its tool calls are missing. Add a user message or the results.",
             "messages",
         )
     return tuple(turns[:-1]), turns[-1].content
@@ -378,7 +379,9 @@ def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
     """Yield a message's turns; results of tools are turns of their own."""
     blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
     if len(blocks) > MAX_PARTS:
-        raise RequestError(f"{where}.content has more than {MAX_PARTS} blocks.", f"{where}.content")
+        raise RequestError(
+            f"{where}.content has more than {MAX_PARTS} blocks; send fewer.", f"{where}.content"
+        )
     texts: list[str] = []
     calls: list[PastCall] = []
     num_results = 0
@@ -386,16 +389,16 @@ def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
         is_assistants = not isinstance(block, TextBlock | ToolResultBlock)
         if message.role == "system" and not isinstance(block, TextBlock):
             raise RequestError(
-                f"{where}.content[{number}]: a system message is text.",
+                f"{where}.content[{number}]: a system message may have only text blocks.",
                 f"{where}.content[{number}]",
             )
         if not isinstance(block, TextBlock) and is_assistants != (message.role == "assistant"):
             raise RequestError(
                 f"{where}.content[{number}]: "
                 + (
-                    "only an assistant thinks and calls tools."
+                    "only assistant messages may have thinking or tool_use blocks."
                     if is_assistants
-                    else "results of tools stand in a message of the user."
+                    else "tool_result blocks belong in a user message."
                 ),
                 f"{where}.content[{number}]",
             )
@@ -408,7 +411,7 @@ def _turns_of(message: InputMessage, where: str) -> Iterator[Turn]:
             case ToolResultBlock(tool_use_id, content, is_error):
                 if not tool_use_id:
                     raise RequestError(
-                        f"{where}.content[{number}].tool_use_id is empty.",
+                        f"{where}.content[{number}].tool_use_id is empty; send the id of the tool_use block.",
                         f"{where}.content[{number}].tool_use_id",
                     )
                 num_results += 1
@@ -425,7 +428,9 @@ def _result(content: str | Sequence[TextBlock | ToolReference]) -> str:
     if isinstance(content, str):
         return content
     if len(content) > MAX_PARTS:
-        raise RequestError(f"A content has more than {MAX_PARTS} blocks.", "messages")
+        raise RequestError(
+            f"A content field has more than {MAX_PARTS} blocks; send fewer.", "messages"
+        )
     return "".join(
         part.text
         if isinstance(part, TextBlock)
@@ -438,5 +443,7 @@ def _joined(content: str | Sequence[PlainBlock]) -> str:
     if isinstance(content, str):
         return content
     if len(content) > MAX_PARTS:
-        raise RequestError(f"A content has more than {MAX_PARTS} blocks.", "messages")
+        raise RequestError(
+            f"A content field has more than {MAX_PARTS} blocks; send fewer.", "messages"
+        )
     return "".join(block.text for block in content)

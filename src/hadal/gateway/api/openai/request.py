@@ -158,7 +158,7 @@ def _chat_of(request: ChatRequest, named: NamedBody) -> ChatAsk:
     hides = request.include_reasoning is False
     hides = hides or bool(request.reasoning and request.reasoning.exclude)
     if choosing.is_held:
-        check_end(request, "tools that are strict or have to be called")
+        check_end(request, "tools that are strict or required")
     return ChatAsk(
         ask=replace(ask, omits_reasoning=hides),
         turns=turns,
@@ -184,17 +184,18 @@ def _is_prefix(message: ChatMessage) -> bool:
 def _check_goes_on(request: ChatRequest, turns: tuple[Turn, ...]) -> None:
     name = "continue_final_message"
     if request.add_generation_prompt:
-        raise RequestError(f"{name} and add_generation_prompt are both true; send one.", name)
+        raise RequestError(f"{name} and add_generation_prompt are both true; set only one.", name)
     if _is_prefix(request.messages[-1]):
-        raise RequestError(f"{name} and prefix are both true; send one.", name)
+        raise RequestError(f"{name} and prefix are both true; set only one.", name)
     if turns[-1].calls or turns[-1].call_id:
         raise RequestError(
-            f"{name}: the last message is to be a text, and no call or result.", name
+            f"{name}: the last message must be a text without tool calls, and not a tool result.",
+            name,
         )
     if request.response_format is not None and turns[-1].role != "assistant":
         raise RequestError(
-            f"{name} and a response_format: the last message is to be an assistant's, as what it"
-            " says belongs to the answer.",
+            f"{name} with response_format: the last message must have the role 'assistant', because"
+            " its text is part of the answer.",
             name,
         )
 
@@ -213,24 +214,23 @@ def parse_completion(body: bytes) -> CompletionAsk:
 
 def _completion_of(request: CompletionRequest, named: NamedBody) -> CompletionAsk:
     if request.best_of and request.best_of != (request.n or 1):
-        raise RequestError("best_of other than n is not supported; leave it out.", "best_of")
+        raise RequestError("best_of must equal n; leave it out.", "best_of")
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError(
-            "prompt_logprobs: a stream does not carry them; ask without stream, or for echo with"
-            " logprobs.",
+            "prompt_logprobs is not supported in a stream; send stream false, or echo with logprobs.",
             "prompt_logprobs",
         )
     if request.suffix and request.echo:
-        raise RequestError("echo and suffix exclude each other; leave one out.", "echo")
+        raise RequestError("echo and suffix cannot be combined; leave one out.", "echo")
     if request.cache_salt == PUBLIC:
         raise RequestError(
-            f"cache_salt is '{PUBLIC}', which shares a chat's system messages; a plain prompt has"
-            " none. Send a chat, or another salt.",
+            f"cache_salt is '{PUBLIC}', which shares the KV of a chat's system messages; a plain"
+            " prompt has none. Send a chat, or another salt.",
             "cache_salt",
         )
     prompts = _prompts(request.prompt)
     if request.suffix and not all(isinstance(prompt, str) for prompt in prompts):
-        raise RequestError("suffix needs a prompt that is text.", "suffix")
+        raise RequestError("suffix needs a prompt of text, not token ids.", "suffix")
     num_logprobs = -1 if request.logprobs is None else request.logprobs
     num_echoed = num_logprobs if request.echo else -1
     num_asked = -1 if request.prompt_logprobs is None else request.prompt_logprobs
@@ -280,8 +280,8 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
     num_commas = body.count(b",")
     if num_commas > MAX_PROMPTS * max_tokens + MAX_OTHER_VALUES:
         raise RequestError(
-            f"The body has {num_commas} values or more; {MAX_PROMPTS} prompts of {max_tokens}"
-            " tokens are the most.",
+            f"The body has {num_commas} values or more; at most {MAX_PROMPTS} prompts of"
+            f" {max_tokens} tokens are allowed.",
             "prompt",
             "context_length_exceeded",
         )
@@ -306,9 +306,7 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
                     "context_length_exceeded",
                 )
             if number > MAX_PROMPTS + 1:  # One more for the text after a list of lists.
-                raise RequestError(
-                    f"{name} has more than {MAX_PROMPTS} entries; no more are allowed.", name
-                )
+                raise RequestError(f"{name} has more than {MAX_PROMPTS} entries; send fewer.", name)
 
 
 _ROLES = {
@@ -330,12 +328,14 @@ def _turns(messages: list[ChatMessage]) -> tuple[Turn, ...]:
     for index, message in enumerate(messages):
         if _is_prefix(message) and (message is not messages[-1] or message.role != "assistant"):
             raise RequestError(
-                f"messages[{index}].prefix: the reply can go on from the last message alone, which"
-                " is to be an assistant's.",
+                f"messages[{index}].prefix: a reply can continue only the last message, and only if"
+                " its role is 'assistant'.",
                 f"messages[{index}].prefix",
             )
     if _is_prefix(messages[-1]) and len(messages) == 1:
-        raise RequestError("messages has nothing to reply to; put a message first.", "messages")
+        raise RequestError(
+            "messages has only the prefix; put a user message before it.", "messages"
+        )
     return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
@@ -344,12 +344,13 @@ def _turn(message: ChatMessage, where: str) -> Turn:
         raise RequestError(f"{where}: functions are not supported; send tools.", where)
     if message.role == "tool" and not message.tool_call_id:
         raise RequestError(
-            f"{where}.tool_call_id is missing; say which call this is the result of.",
+            f"{where}.tool_call_id is missing; send the id of the call with this result.",
             f"{where}.tool_call_id",
         )
     if message.tool_calls and message.role != "assistant":
         raise RequestError(
-            f"{where}.tool_calls: only an assistant calls tools.", f"{where}.tool_calls"
+            f"{where}.tool_calls: only assistant messages may have tool calls.",
+            f"{where}.tool_calls",
         )
     if len(message.tool_calls or ()) > MAX_PARTS:
         raise RequestError(
@@ -418,12 +419,14 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int
     if kinds == {int}:
         ids = tuple(item for item in prompt if isinstance(item, int))
         if min(ids) < 0:
-            raise RequestError("prompt holds a negative token id.", "prompt")
+            raise RequestError("prompt contains a negative token id; send ids from 0.", "prompt")
         return (ids,)
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(
             f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed.", "prompt"
         )
     if [] in prompt:
-        raise RequestError("prompt holds an empty list of token ids.", "prompt")
+        raise RequestError(
+            "prompt contains an empty list; every prompt needs at least one token id.", "prompt"
+        )
     return tuple(tuple(item) if isinstance(item, list) else str(item) for item in prompt)

@@ -19,7 +19,7 @@ MAX_LISTED = 100
 _TEXTS = ("input_text", "output_text", "text")
 _NO_TOOLS = OfferedTools()
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
-_ITEMS = "message, function_call, custom_tool_call, their outputs, reasoning and item_reference"
+_ITEMS = "message, function_call, custom_tool_call, their outputs, reasoning, item_reference"
 
 
 def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) -> tuple[Turn, ...]:
@@ -57,12 +57,12 @@ def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) 
                 turns.append(turn)
         elif item.type != "reasoning":  # Reasoning is left out.
             raise RequestError(
-                f"{where}.type is {item.type[:40]!r}; {_ITEMS} are supported.", f"{where}.type"
+                f"{where}.type is {item.type[:40]!r}; supported: {_ITEMS}.", f"{where}.type"
             )
     for at, texts in behind.items():
         turns[at] = replace(turns[at], content="".join((turns[at].content, *texts)))
     if not turns:
-        raise RequestError("input holds nothing to reply to; send a message.", "input")
+        raise RequestError("input contains only reasoning; send a message.", "input")
     return tuple(turns)
 
 
@@ -107,7 +107,9 @@ def input_page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dic
     if after := query.get("after"):
         at = next((index for index, row in enumerate(rows) if row["id"] == after), None)
         if at is None:
-            raise RequestError(f"after: there is no item {after[:80]!r} in this input.", "after")
+            raise RequestError(
+                f"after: this input has no item {after[:80]!r}; send an id of this list.", "after"
+            )
         rows = rows[at + 1 :]
     return list_page(rows[: limit + 1], limit)
 
@@ -121,7 +123,7 @@ def needed_text(text: str | None, where: str) -> str:
 def _role_of(item: InputItem, where: str) -> str:
     if item.role not in ("user", "assistant", "system", "developer"):
         raise RequestError(
-            f"{where}.role: use 'user', 'assistant', 'system' or 'developer'.", f"{where}.role"
+            f"{where}.role must be 'user', 'assistant', 'system' or 'developer'.", f"{where}.role"
         )
     return "system" if item.role == "developer" else item.role
 
@@ -138,7 +140,7 @@ def _text_of(content: str | Sequence[ItemPart] | None, where: str) -> str:
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_TEXTS, "refusal") or text is None:
             raise RequestError(
-                f"{where}[{index}]: parts of input_text and output_text with a text are supported.",
+                f"{where}[{index}] is not supported; send input_text or output_text with a text.",
                 f"{where}[{index}]",
             )
         texts.append(text)

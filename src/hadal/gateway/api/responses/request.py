@@ -122,7 +122,7 @@ def references_of(request: ResponsesRequest) -> list[str]:
         if item.type == REFERENCE and item.id:
             if item.id in ids:
                 raise RequestError(
-                    f"input[{index}].id: the item {item.id[:80]!r} is named twice.",
+                    f"input[{index}].id: the item {item.id[:80]!r} is referenced twice; reference it once.",
                     f"input[{index}].id",
                 )
             ids[item.id] = None
@@ -153,7 +153,8 @@ def items_in(bodies: Sequence[bytes], ids: Sequence[str], max_bytes: int) -> dic
             num_bytes += len(raw)
             if num_bytes > max_bytes:
                 raise RequestError(
-                    f"input names items of more than {max_bytes} bytes; name fewer.", "input"
+                    f"The items referenced in input exceed {max_bytes} bytes; reference fewer.",
+                    "input",
                 )
             found[item_id] = msgspec.json.decode(raw, type=InputItem)
     return found
@@ -204,7 +205,7 @@ def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> In
     item_id = needed_text(item.id, f"input[{index}].id")
     if item_id not in known:
         raise RequestError(
-            f"input[{index}].id: no response that is kept here for this API key said an item"
+            f"input[{index}].id: no stored response of this API key has an item"
             f" {item_id[:80]!r}; send the item itself.",
             f"input[{index}].id",
         )
@@ -214,8 +215,8 @@ def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> In
 def _check_options(request: ResponsesRequest) -> None:
     if request.truncation not in (None, "disabled"):
         raise RequestError(
-            "truncation: nothing is left out of a prompt here; send 'disabled', and a shorter input"
-            " if it is too long.",
+            "truncation is not supported: prompts are never shortened. Send 'disabled', and shorten"
+            " the input if it is too long.",
             "truncation",
         )
     for entry in request.include or ():

@@ -147,16 +147,18 @@ def _each(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str, ResponseToo
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if _is_left_out(tool):
-            log_once("a tool that only a provider can run is left out", "type", tool.type)
+            log_once("a tool that only a provider can run is ignored", "type", tool.type)
         elif tool.type != "namespace":
             yield where, "", tool
         elif not tool.name:
-            raise RequestError(f"{where}.name is missing; a namespace needs one.", f"{where}.name")
+            raise RequestError(
+                f"{where}.name is missing; a namespace needs a name.", f"{where}.name"
+            )
         else:
             for at, inner in enumerate(tool.tools or ()):
                 if inner.type == "namespace":
                     raise RequestError(
-                        f"{where}.tools[{at}] is a namespace in a namespace; put it at the top.",
+                        f"{where}.tools[{at}] is a namespace within a namespace; move it to tools.",
                         f"{where}.tools[{at}].type",
                     )
                 if not _is_left_out(inner):
@@ -182,8 +184,8 @@ def _unused(flat: str, taken: Mapping[str, CallName]) -> str:
 def _function(tool: ResponseTool, flat: str, where: str, *, is_custom: bool) -> dict[str, Any]:
     if tool.type not in ("function", "custom"):
         raise RequestError(
-            f"{where}.type is {tool.type[:40]!r}, which the client runs by a schema that is not known"
-            " here; send a tool of type 'function', 'custom' or 'namespace'.",
+            f"{where}.type is {tool.type[:40]!r}, whose schema this server does not have; send a tool"
+            " of type 'function', 'custom' or 'namespace'.",
             f"{where}.type",
         )
     check_depth(tool.parameters, f"{where}.parameters")

@@ -117,7 +117,7 @@ class CacheDay:
         known = total > 0
         if not known.any():
             raise ValueError(
-                "in this day no session went on: nothing is known of what a cache keeps."
+                "no session of this day has a second turn, so cache hits cannot be measured."
             )
         return np.interp(self._ratio(at_s, idle_s), middle[known], share[known])
 

@@ -36,7 +36,8 @@ class DemandClock:
         """
         if len(shares) != 24 or min(shares) <= 0:
             raise ValueError(
-                f"{len(shares)} shares, the smallest {min(shares, default=0)}: give 24 above 0."
+                f"there are {len(shares)} shares, the smallest {min(shares, default=0)}:"
+                " give 24 shares above 0."
             )
         self.shares = np.asarray(shares, dtype=np.float64) / np.sum(shares)
         self._seconds = np.arange(0.0, DAY_S + STEP_S, STEP_S)

@@ -114,9 +114,10 @@ def batch_within(study: Study, placed: float, kv_length: float) -> float:
     fastest_s = _priced_tpot_s(study, model, low, kv_length)
     if promised_s < fastest_s:
         raise ConfigError(
-            f"{study.name}: no batch reaches a TPOT of {study.tpot_ms:g} ms: with one request a"
-            f" rank, a decode unit of {study.decode.ranks} {study.hardware.upper()} takes"
-            f" {fastest_s * 1e3:.1f} ms. Promise more (tpot_ms), or take faster hardware."
+            f"{study.name}: no batch reaches a TPOT of {study.tpot_ms:g} ms: with one"
+            f" request per rank, a decode unit of {study.decode.ranks}"
+            f" {study.hardware.upper()} takes {fastest_s * 1e3:.1f} ms. Raise tpot_ms, or"
+            " use faster hardware."
         )
     if _priced_tpot_s(study, model, high, kv_length) <= promised_s:
         return high
@@ -145,8 +146,8 @@ def decode_curve(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, fl
             found.append((at, tpot_s))
     if len(found) < 2:
         raise ConfigError(
-            "decode could not be measured at two batches: give decode.max_requests more, or let"
-            " window.back_s and window.seconds be longer."
+            "decode could not be measured at two batch sizes: raise decode.max_requests,"
+            " or window.back_s and window.seconds."
         )
     return tuple(found)
 
@@ -204,8 +205,7 @@ def prefill_reading(study: Study, world: FleetWorld) -> StepReading:
 
 def _nothing_seen(role: str) -> ConfigError:
     return ConfigError(
-        f"{role} had nothing to do while it was measured: let window.back_s and window.seconds be"
-        " longer."
+        f"{role} had no work during its measurement: raise window.back_s and window.seconds."
     )
 
 

@@ -164,9 +164,7 @@ def day_demand(study: Study, cache: CacheDay | None, scale: int = 0) -> DayDeman
     workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), scale)
     load = DayDemand(workload, np.zeros(len(workload)), scale, np.inf).with_cache(cache)
     if not load.counts.all():
-        raise ConfigError(
-            "an hour of the day has no request at all: raise workload.sessions_per_day."
-        )
+        raise ConfigError("an hour of the day has no requests: raise workload.sessions_per_day.")
     return load
 
 

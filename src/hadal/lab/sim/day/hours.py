@@ -145,7 +145,7 @@ class Hours:
     def done(self) -> Day:
         """Return the results so far. Raises ValueError before the first step."""
         if not self._steps:
-            raise ValueError("nothing ran: a day needs one step at least.")
+            raise ValueError("no step ran; a day needs at least one.")
         hours = tuple(
             self._hour(hour, list(steps))
             for hour, steps in groupby(self._steps, key=lambda step: step.hour)

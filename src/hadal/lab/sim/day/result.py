@@ -310,22 +310,22 @@ def _notes(result: DayResult) -> list[str]:
     late = max(hour.wait_s_max for hour in result.fluid.day.hours)
     if late > 60.0:
         notes.append(
-            f"The fleet is too small at times: the longest queue would have taken {late:,.0f} s."
+            f"The fleet is too small at times: the longest wait in a queue is {late:,.0f} s."
         )
     if result.study.drafts:
         notes.append(
-            f"Decode verifies {result.study.drafts} draft(s) a step, accepted with"
-            f" {result.study.mtp_accept:g}: not published of that day, see docs/calibration.md."
+            f"Decode verifies {result.study.drafts} speculative token(s) per step with"
+            f" acceptance {result.study.mtp_accept:g}. This was not published for that"
+            " day; see docs/calibration.md."
         )
     if not any(result.windows):
         notes.append(
-            "No window was looked at: speeds are the fluid's, and times to the first token a guess."
+            "No window was simulated: speeds come from the fluid model, and times to the"
+            " first token are rough estimates."
         )
     problems = sum(len(window.problems) for window in result.windows if window)
     if problems:
-        notes.append(
-            f"Ledgers of simulated units had {problems} problems: this is an error of the program."
-        )
+        notes.append(f"Ledgers of simulated units had {problems} problems: this is a bug in Hadal.")
     return notes
 
 

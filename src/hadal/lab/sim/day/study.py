@@ -147,14 +147,15 @@ class Study:
         micro_usd(self.gpu_hour_usd)
         if self.cache.policy not in CACHE_POLICIES:
             raise ValueError(
-                f"cache.policy is {self.cache.policy!r}; known are {', '.join(CACHE_POLICIES)}."
+                f"cache.policy is {self.cache.policy!r}; use one of {', '.join(CACHE_POLICIES)}."
             )
         for role, units in (("prefill", self.prefill), ("decode", self.decode)):
             known = (AUTO, OFF, TURNS) if role == "prefill" else (AUTO, NO_MOVES, OFF, TURNS)
             if units.request_balance not in known or units.expert_balance not in (AUTO, OFF):
                 raise ValueError(
-                    f"{role}: request_balance is {units.request_balance!r}, of {', '.join(known)};"
-                    f" expert_balance is {units.expert_balance!r}, of {AUTO}, {OFF}."
+                    f"{role}: request_balance is {units.request_balance!r} (use one of"
+                    f" {', '.join(known)}); expert_balance is {units.expert_balance!r}"
+                    f" (use {AUTO} or {OFF})."
                 )
         _check_numbers(self)
         self.rules()
@@ -235,7 +236,7 @@ def _check_numbers(study: Study) -> None:
     cache, fleet, window = study.cache, study.fleet, study.window
     for name, value in _numbers(study, ""):
         if not math.isfinite(value):
-            raise ValueError(f"{name} is {value}: a finite number is needed.")
+            raise ValueError(f"{name} is {value}; it must be a finite number.")
     for name, value, least in (
         ("seed", study.seed, 0),
         ("drafts", study.drafts, 0),
@@ -253,20 +254,19 @@ def _check_numbers(study: Study) -> None:
         ("decode.max_requests", study.decode.max_requests, 1),
     ):
         if value < least:
-            raise ValueError(f"{name} is {value}: {least} or more is needed.")
+            raise ValueError(f"{name} is {value}; it must be at least {least}.")
     for name, value in (("tpot_ms", study.tpot_ms), ("window.seconds", window.seconds)):
         if value <= 0:
-            raise ValueError(f"{name} is {value}: more than 0 is needed.")
+            raise ValueError(f"{name} is {value}; it must be above 0.")
     for name, value in (
         ("mtp_accept", study.mtp_accept),
         ("fleet.start_spread", fleet.start_spread),
     ):
         if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}: 0 to 1 can be.")
+            raise ValueError(f"{name} is {value}; it must be from 0 to 1.")
     if not 0 <= fleet.start_fail_share < 1:
         raise ValueError(
-            f"fleet.start_fail_share is {fleet.start_fail_share}: 0 or more, and less than 1,"
-            " can be."
+            f"fleet.start_fail_share is {fleet.start_fail_share}; it must be from 0 to below 1."
         )
 
 

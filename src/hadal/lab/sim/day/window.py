@@ -66,7 +66,8 @@ def window(
     """
     if not t0_s < t1_s or warm_s < 0 or scale < 1:
         raise ValueError(
-            f"[{t0_s}, {t1_s}), warm_s {warm_s}, scale {scale}: empty, negative or below 1."
+            f"the window [{t0_s}, {t1_s}) is empty, warm_s {warm_s} is negative, or scale"
+            f" {scale} is below 1."
         )
     shape = DemandClock(params.shares)
     first, last = (float(shape.load_s(at_s + params.lead_s)) for at_s in (t0_s - warm_s, t1_s))

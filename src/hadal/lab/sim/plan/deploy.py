@@ -140,21 +140,21 @@ def heading_of(plan: DeploymentPlan) -> list[str]:
         lines += [
             "",
             (
-                f"{traffic.cached_share:.1%} of prompt tokens are planned to be found in the cache:"
-                " give --cache-folder a file system that all"
+                f"The plan assumes that {traffic.cached_share:.1%} of prompt tokens are"
+                " cached: set --cache-folder to a file system that all"
             ),
-            "nodes mount, and --cache-mb enough of it.",
+            "nodes mount, and --cache-mb to a sufficient size.",
         ]
     if num := plan.decode_unit.mtp_tokens:
         lines += [
             "",
             (
-                f"It counts on MTP drafts in decode: {num} of each request in a step, of which"
-                f" {plan.mtp_accept:.0%} are right if those before are."
+                f"The plan assumes {num} MTP draft token(s) per request and decode step,"
+                f" each accepted in {plan.mtp_accept:.0%} of cases if all before it were."
             ),
         ]
     if plan.decode_unit.model.expert_dtype != "fp8":
-        lines += ["", "It counts on experts in FP4, which `hadal serve` does not load yet."]
+        lines += ["", "The plan assumes experts in FP4, which `hadal serve` cannot load yet."]
     return lines
 
 
@@ -163,23 +163,25 @@ def notes_of(plan: DeploymentPlan) -> dict[str, str]:
     prefill, decode, unit = plan.prefill, plan.decode, plan.decode_unit
     why = "more do not fit beside the weights" if unit.is_memory_bound else "more would be slower"
     notes = {
-        "chunk_tokens": "of a rank in a prefill step, at most",
+        "chunk_tokens": "most tokens per rank in a prefill step",
         "prefill.ranks": f"{prefill.unit_nodes:g} nodes",
         "decode.ranks": f"{decode.unit_nodes:g} nodes",
-        "prefill.redundant_experts": f"{plan.prefill_unit.model.num_expert_slots} expert slots a rank",
-        "decode.redundant_experts": f"{unit.model.num_expert_slots} expert slots a rank",
-        "decode.max_requests": f"planned {unit.batch} at {unit.tpot_s * 1e3:.1f} ms a token; {why}",
+        "prefill.redundant_experts": f"{plan.prefill_unit.model.num_expert_slots} expert slots"
+        " per rank",
+        "decode.redundant_experts": f"{unit.model.num_expert_slots} expert slots per rank",
+        "decode.max_requests": f"planned {unit.batch} at {unit.tpot_s * 1e3:.1f} ms per token;"
+        f" {why}",
     }
     if plan.rules.is_static:
         return notes
     return notes | {
-        "prefill.units": "the floor, of the night",
-        "decode.units": "the floor",
-        "fleet.prefill_max": "the peak's",
+        "prefill.units": "minimum, at night",
+        "decode.units": "minimum",
+        "fleet.prefill_max": "at the peak",
         "fleet.prefill_tokens_per_s": (
-            f"of a unit; {1.0 - plan.traffic.cached_share:.1%} of them computed"
+            f"per unit; {1.0 - plan.traffic.cached_share:.1%} of them computed"
         ),
-        "fleet.decode_tokens_per_s": "of a unit at its planned batch",
-        "fleet.prefill_use": "for TTFT, and for what comes unevenly",
-        "fleet.decode_use": "for what comes unevenly",
+        "fleet.decode_tokens_per_s": "per unit at its planned batch",
+        "fleet.prefill_use": "headroom for TTFT and for uneven arrivals",
+        "fleet.decode_use": "headroom for uneven arrivals",
     }

@@ -37,7 +37,7 @@ def why(plan: DeploymentPlan, best: DeploymentPlan) -> str:
     reasons = []
     if plan.hardware != best.hardware:
         if plan.rent.usd != best.rent.usd:
-            reasons.append(f"${plan.rent.usd:g} instead of ${best.rent.usd:g} a GPU-hour")
+            reasons.append(f"${plan.rent.usd:g} instead of ${best.rent.usd:g} per GPU-hour")
         reasons.append(
             f"{plan.gpu_hours / 24:,.0f} GPUs on average instead of {best.gpu_hours / 24:,.0f}"
         )
@@ -53,13 +53,13 @@ def why(plan: DeploymentPlan, best: DeploymentPlan) -> str:
         ):
             if role.rounded_share / other.rounded_share > 1.0 + _SMALL:
                 reasons.append(
-                    f"in {name} units of {role.num_ranks} GPUs the day takes"
-                    f" {role.rounded_share - 1.0:.0%} more than is needed, in units of"
-                    f" {other.num_ranks} {other.rounded_share - 1.0:.0%}"
+                    f"{name} units of {role.num_ranks} GPUs waste"
+                    f" {role.rounded_share - 1.0:.0%} by rounding up to whole units, units"
+                    f" of {other.num_ranks} waste {other.rounded_share - 1.0:.0%}"
                 )
     more = plan.cost_usd / best.cost_usd - 1.0
     if abs(more) < 5e-4 and not reasons:
-        return "costs the same; the smaller one is taken"
+        return "costs the same; the smaller one is chosen"
     return f"{more:+.1%}" + (f": {'; '.join(reasons)}" if reasons else "")
 
 
@@ -67,10 +67,10 @@ def _decode(unit: DecodeUnit, best: DecodeUnit) -> list[str]:
     ratio = unit.tokens_per_s_gpu / best.tokens_per_s_gpu
     if abs(ratio - 1.0) < _SMALL:
         return []
-    limit = ", for no more fit in memory," if unit.is_memory_bound else ""
+    limit = " (limited by memory)" if unit.is_memory_bound else ""
     return [
-        f"decode {unit} holds {unit.batch} requests a GPU at {unit.tpot_s * 1e3:.0f} ms{limit}"
-        f" instead of {best.batch}"
+        f"decode {unit} runs {unit.batch} requests per GPU at {unit.tpot_s * 1e3:.0f}"
+        f" ms{limit} instead of {best.batch}"
         + (
             f" at {best.tpot_s * 1e3:.0f} ms"
             if best.is_memory_bound or unit.is_memory_bound
@@ -83,8 +83,8 @@ def _prefill(unit: PrefillUnit, best: PrefillUnit) -> list[str]:
     if abs(unit.tokens_per_s_gpu / best.tokens_per_s_gpu - 1.0) < _SMALL:
         return []
     return [
-        f"prefill {unit} takes {unit.tokens_per_s_gpu:,.0f} prompt tokens/s a GPU within the TTFT"
-        f" instead of {best.tokens_per_s_gpu:,.0f}"
+        f"prefill {unit} computes {unit.tokens_per_s_gpu:,.0f} prompt tokens/s/GPU within"
+        f" the TTFT instead of {best.tokens_per_s_gpu:,.0f}"
     ]
 
 
@@ -156,11 +156,11 @@ def what_if_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
             "MTP",
             "1 draft",
             replace(choice, mtp_tokens=(1,)),
-            f"{pricing.mtp_accept:.0%} of drafts accepted; --mtp-tokens 1 asks for it",
+            f"{pricing.mtp_accept:.0%} of drafts accepted; enable it with --mtp-tokens 1",
         )
     if FP4 not in choice.dtypes and pricing.hardware.fp4_flops:
         yield from row(
-            "experts", "FP4", replace(choice, dtypes=(FP8, FP4)), "`hadal serve` loads none yet"
+            "experts", "FP4", replace(choice, dtypes=(FP8, FP4)), "`hadal serve` cannot load it yet"
         )
 
 
@@ -176,7 +176,7 @@ def _bundles(best: DeploymentPlan) -> Row:
     )
     cost = best.rent.usd * hours
     text = (
-        f"{cost / best.cost_usd - 1.0:+.1%}: the scarcer role makes both grow, and units come in"
-        " lots"
+        f"{cost / best.cost_usd - 1.0:+.1%}: both roles grow with the scarcer one, in"
+        " steps of a whole bundle"
     )
     return Row("fleet", f"bundles of {sizes[0]} prefill + {sizes[1]} decode", None, cost, text)

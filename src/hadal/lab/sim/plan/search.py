@@ -109,9 +109,9 @@ def too_large(plan: DeploymentPlan) -> str:
     if plan.nodes_peak <= NODES_MAX:
         return ""
     return (
-        f"{plan} takes {plan.nodes_peak:,.0f} nodes at the peak, and at most {NODES_MAX:,} are"
-        f" planned: plan one of {math.ceil(plan.nodes_peak / NODES_MAX):,} equal parts of the"
-        " traffic, with so much less of requests_per_s."
+        f"{plan} needs {plan.nodes_peak:,.0f} nodes at the peak, and the limit is"
+        f" {NODES_MAX:,}: divide requests_per_s by"
+        f" {math.ceil(plan.nodes_peak / NODES_MAX):,} and plan one of these equal parts."
     )
 
 
@@ -123,12 +123,12 @@ def impossible(found: Sequence[HardwarePlans]) -> str:
             if not units:
                 rejected = [reject for reject in one.rejected if reject.role == role]
                 if not rejected:
-                    lines.append(f"{one.pricing.hardware.name} cannot have any {role} unit.")
+                    lines.append(f"{one.pricing.hardware.name} cannot run any {role} unit.")
                     continue
                 nearest = min(rejected, key=lambda reject: reject.shortfall)
                 lines.append(
-                    f"{one.pricing.hardware.name} has no {role} unit for it; the nearest is"
-                    f" {nearest.what}: {nearest.why}."
+                    f"{one.pricing.hardware.name} has no {role} unit that meets it; the"
+                    f" nearest is {nearest.what}: {nearest.why}."
                 )
     return " ".join(lines)
 

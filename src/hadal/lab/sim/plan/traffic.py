@@ -89,17 +89,17 @@ class Traffic:
                 )
         if self.requests_per_s > REQUESTS_PER_S_MAX:
             raise ValueError(
-                f"traffic: requests_per_s is {self.requests_per_s:g}; at most"
-                f" {REQUESTS_PER_S_MAX:,.0f} are planned for (DeepSeek's published day has 1,852)."
+                f"traffic: requests_per_s is {self.requests_per_s:g}; it must be at most"
+                f" {REQUESTS_PER_S_MAX:,.0f} (DeepSeek's published day has 1,852)."
             )
         if not 0.0 <= self.cached_share < 1.0:
             raise ValueError(
-                f"traffic: cached_share is {self.cached_share:g}; from 0 to below 1 is possible."
+                f"traffic: cached_share is {self.cached_share:g}; it must be from 0 to below 1."
             )
         for name in ("variation_in", "variation_out", "kv_length"):
             if not 0.0 <= getattr(self, name) <= _SHAPE_MAX:
                 raise ValueError(
-                    f"traffic: {name} is {getattr(self, name):g}; it cannot be negative, nor more than"
+                    f"traffic: {name} is {getattr(self, name):g}; it must be from 0 to"
                     f" {_SHAPE_MAX:g}."
                 )
 
@@ -158,12 +158,12 @@ def traffic_of(table: Mapping[str, Any]) -> Traffic:
         if name not in _FIELDS:
             raise ValueError(f"traffic: unknown field {shown(name)}. Known: {', '.join(_FIELDS)}.")
     if "requests_per_s" in table and "tokens_in_day" in table:
-        raise ValueError("traffic: give requests_per_s or tokens_in_day; they say the same.")
+        raise ValueError("traffic: give either requests_per_s or tokens_in_day, not both.")
     values: dict[str, Any] = {"name": "the traffic file"}
     for name, value in table.items():
         if name not in ("shape", "name"):
             if not isinstance(value, int | float) or isinstance(value, bool):
-                raise ValueError(f"traffic: {name} is {shown(value)}; a number is needed.")
+                raise ValueError(f"traffic: {name} is {shown(value)}; it must be a number.")
             values[name] = float(value)
     if "name" in table:
         values["name"] = cut(str(table["name"]))
@@ -186,11 +186,11 @@ def shape_of(value: object) -> DayShape:
         return SHAPES[value]
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 24:
         raise ValueError(
-            f"traffic: shape is {shown(value)}; take {', '.join(SHAPES)}, or 24 numbers, one per"
-            " hour."
+            f"traffic: shape is {shown(value)}; use {', '.join(SHAPES)}, or 24 numbers,"
+            " one per hour."
         )
     if not all(isinstance(hour, int | float) and 0.0 <= hour < math.inf for hour in value):
-        raise ValueError("traffic: shape has an hour that is no number from 0 on.")
+        raise ValueError("traffic: each hour of shape must be a number, 0 or more.")
     return learned_shape([float(hour) for hour in value])
 
 
@@ -205,7 +205,8 @@ def traffic_from(workload: Workload, name: str) -> Traffic:
     span_s = float(workload.arrival_s[-1] - workload.arrival_s[0]) if size > 1 else 0.0
     if span_s <= 0.0:
         raise ValueError(
-            f"{name}: {size} requests in {span_s:g} s show no rate; give a longer trace."
+            f"{name}: {size} requests in {span_s:g} s are too few to measure a rate; use a"
+            " longer trace."
         )
     tokens_in, tokens_out = workload.tokens_in, workload.tokens_out
     mean_in, mean_out = float(tokens_in.mean()), float(tokens_out.mean())

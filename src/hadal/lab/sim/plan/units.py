@@ -228,8 +228,8 @@ class Pricing:
             model, mtp_tokens
         ):
             return no(
-                f"a whole context of {self.model.max_position_embeddings:,} tokens does not fit"
-                f" beside {_gb(model.hbm_bytes(0, mtp_tokens))} of weights"
+                f"a full context of {self.model.max_position_embeddings:,} tokens does not"
+                f" fit beside {_gb(model.hbm_bytes(0, mtp_tokens))} of weights"
             )
         limit_s = self.slo.tpot_s * self.decode_share
 

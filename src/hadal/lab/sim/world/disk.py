@@ -51,7 +51,7 @@ class DiskSpeed:
             or self.node_ranks < 1
         ):
             raise ValueError(
-                f"{self}: bytes/s and ranks of a node must be above 0, the latency not below."
+                f"{self}: bytes/s and ranks per node must be above 0, the latency 0 or more."
             )
 
 

@@ -82,14 +82,20 @@ class WorldFaults:
         for one in self.ranks:
             if not one.ranks or not 0.0 <= one.form_s < one.back_s:
                 raise ValueError(
-                    f"{one}: somebody has to die, and come back after the unit has formed."
+                    f"{one}: a fault needs at least one rank, and its ranks must come back"
+                    " after the unit has formed."
                 )
         for slow in self.slow:
             if slow.factor < 1.0 or slow.end_s <= slow.begin_s:
-                raise ValueError(f"{slow}: a slow rank takes longer, for some time.")
+                raise ValueError(
+                    f"{slow}: factor must be at least 1, and end_s later than begin_s."
+                )
         for dies in self.units:
             if not 0.0 <= dies.notice_s < dies.start_s:
-                raise ValueError(f"{dies}: the front hears of a death before the unit is up again.")
+                raise ValueError(
+                    f"{dies}: notice_s must be from 0 to below start_s, so that"
+                    " the front learns of the failure before the unit restarts."
+                )
 
     def check(self, unit_to_ranks: Mapping[str, int]) -> None:
         """Raise ValueError if a fault names a unit or rank that does not exist."""
@@ -101,7 +107,8 @@ class WorldFaults:
                 not 0 <= rank < unit_to_ranks[unit] for rank in ranks
             ):
                 raise ValueError(
-                    f"a fault is of {unit}, ranks {tuple(ranks)}; there are {dict(unit_to_ranks)}."
+                    f"a fault names {unit}, ranks {tuple(ranks)}; the units and their"
+                    f" ranks are {dict(unit_to_ranks)}."
                 )
 
     def start_s(self, unit: str) -> float:

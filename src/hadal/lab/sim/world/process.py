@@ -219,7 +219,7 @@ class Process:
                 self._clock.at(effect.time_s, lambda number=self._wake_number: self._wake(number))  # type: ignore[misc]
             else:
                 assert isinstance(effect, Freed | Named | UsedBlocks), (
-                    f"{self.name} asks for {type(effect).__name__}"
+                    f"{self.name} returned an unsupported effect, {type(effect).__name__}"
                 )
 
     def _wake(self, number: int) -> None:

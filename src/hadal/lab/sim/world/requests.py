@@ -54,18 +54,18 @@ class Requests:
                 object.__setattr__(self, name, np.zeros(len(self.arrival_s), np.int64))
         lengths = (self.tokens_in, self.tokens_out, self.tokens_cached, self.tokens_done)
         if any(len(self.arrival_s) != len(column) for column in lengths):
-            raise ValueError("requests need as many arrivals as lengths.")
+            raise ValueError("requests need equal numbers of arrivals and lengths.")
         if (np.diff(self.arrival_s) < 0).any() or (
             np.concatenate([self.tokens_in, self.tokens_out]) < 1
         ).any():
             raise ValueError(
-                "requests must come in the order of arrival, with at least one token in and out."
+                "requests must be sorted by arrival and have at least one token in and out."
             )
         cached = self.tokens_cached
         if ((cached % BLOCK_TOKENS != 0) | (cached < 0) | (cached > self.tokens_in)).any():
             raise ValueError("tokens_cached must be full blocks of the prompt.")
         if ((self.tokens_done < 0) | (self.tokens_done >= self.tokens_out)).any():
-            raise ValueError("tokens_done must leave at least one token to make.")
+            raise ValueError("tokens_done must leave at least one token to generate.")
 
     def __len__(self) -> int:
         return len(self.arrival_s)

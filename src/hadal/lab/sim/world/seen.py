@@ -282,7 +282,7 @@ def quantiles(values: Floats, at: Sequence[float], weights: Floats | None = None
     there are no values.
     """
     if not len(values):
-        raise ValueError("nothing has no quantiles.")
+        raise ValueError("quantiles need at least one value.")
     order = np.argsort(values)
     below = np.cumsum(np.ones(len(values)) if weights is None else weights[order])
     rows = np.minimum(np.searchsorted(below, np.asarray(at) * below[-1]), len(order) - 1)

@@ -48,8 +48,8 @@ def kv_blocks(model: StepModel, num_drafts: int = 0, role: str = DECODE) -> int:
     num_blocks = int(free_bytes // (BLOCK_TOKENS * token_bytes(model, num_drafts)))
     if num_blocks < 2:
         raise ValueError(
-            f"{model.hardware.name} has no memory left for KV with {model.num_expert_slots} experts on a"
-            " rank: units of more ranks have fewer."
+            f"{model.hardware.name} has no memory left for KV with"
+            f" {model.num_expert_slots} experts per rank: use units of more ranks."
         )
     return num_blocks
 
@@ -78,8 +78,8 @@ class UnitDesign:
         for role in ROLES:
             if self.models[role].num_ranks != units_of(self.config, role).ranks:
                 raise ValueError(
-                    f"the {role} model has {self.models[role].num_ranks} ranks, the deployment"
-                    " another number."
+                    f"the {role} model has {self.models[role].num_ranks} ranks, but the"
+                    " deployment has another number."
                 )
 
     @property

@@ -142,5 +142,5 @@ def test_who_never_rests_finds_everything() -> None:
 
 def test_a_cache_that_saw_nothing_go_on_knows_nothing() -> None:
     day = replay(of(Row(0, 0, 0, 100, 10)), np.array([1.0]), 10)
-    with pytest.raises(ValueError, match="nothing is known"):
+    with pytest.raises(ValueError, match="cannot be measured"):
         day.found_share(np.zeros(1), np.ones(1))

@@ -48,5 +48,5 @@ def test_hours_are_those_of_beijing() -> None:
 
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.0, *DEEPSEEK_SHARES[1:])])
 def test_refuses_what_is_no_day(shares: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="give 24 above 0"):
+    with pytest.raises(ValueError, match="give 24 shares above 0"):
         DemandClock(shares)

@@ -122,9 +122,9 @@ def test_nothing_to_measure_is_said() -> None:
             prefill_seconds=1e-3,
         )
     )
-    with pytest.raises(ConfigError, match=r"let window\.back_s and window\.seconds be longer"):
+    with pytest.raises(ConfigError, match=r"raise window\.back_s and window\.seconds"):
         decode_point(empty, PLACED, load().figures(), cached_day(), 6.0)
-    with pytest.raises(ConfigError, match="prefill had nothing to do"):
+    with pytest.raises(ConfigError, match="prefill had no work"):
         prefill_point(empty, PLACED, load().figures(), cached_day())
 
 
@@ -169,10 +169,12 @@ def test_a_promise_that_no_unit_keeps_is_refused_with_what_one_can_do() -> None:
     priced = small().step_model(DECODE, 1.0).decode(1.0, 1_800.0, 1, mtp_accept=small().mtp_accept)
     assert priced.tokens_per_s_user is not None
     best_ms = 1e3 / priced.tokens_per_s_user
-    said = f"TPOT of 1 ms: with one request a rank, a decode unit of 16 H200 takes {best_ms:.1f} ms"
+    said = (
+        f"TPOT of 1 ms: with one request per rank, a decode unit of 16 H200 takes {best_ms:.1f} ms"
+    )
     with pytest.raises(ConfigError, match=said):
         batch_within(small(tpot_ms=1.0), 1.0, 1_800.0)
-    with pytest.raises(ConfigError, match="Promise more"):
+    with pytest.raises(ConfigError, match="Raise tpot_ms"):
         batch_within(small(tpot_ms=0.999 * best_ms), 1.0, 1_800.0)
     assert batch_within(small(tpot_ms=1.001 * best_ms), 1.0, 1_800.0) >= 1.0
 
@@ -204,5 +206,5 @@ def test_a_tight_promise_adds_points_below(most: float, promised: float) -> None
 
 def test_points_that_are_one_are_no_curve() -> None:
     assert decode_curve([(20.0, 0.03), (10.0, 0.02), (20.1, 0.9)]) == ((10.0, 0.02), (20.0, 0.03))
-    with pytest.raises(ConfigError, match=r"give decode\.max_requests more"):
+    with pytest.raises(ConfigError, match=r"raise decode\.max_requests"):
         decode_curve([(10.0, 0.02), (10.1, 0.03)])

@@ -218,7 +218,7 @@ def test_without_windows_they_are_the_liquids() -> None:
     assert made.report.lines[9].tokens_per_s_user == pytest.approx(speeds[9], rel=0.01)
     found = result_json(made)
     assert found["ranks"] is found["ttft_s"] is found["tpot_s"] is None
-    assert "No window was looked at" in " ".join(found["notes"])
+    assert "No window was simulated" in " ".join(found["notes"])
 
 
 def test_a_window_in_which_nothing_came_tells_no_time() -> None:
@@ -309,7 +309,7 @@ def test_the_published_day_stands_beside_its_own_preset_only() -> None:
 
 
 def test_notes_say_what_is_assumed_and_what_went_wrong() -> None:
-    assert "Decode verifies 1 draft(s)" in " ".join(written()["notes"])
+    assert "Decode verifies 1 speculative token(s)" in " ".join(written()["notes"])
     assert "draft" not in " ".join(result_json(joined(looked(), study=small(drafts=0)))["notes"])
     broken = replace(looked(), problems=("a block is nobody's", "another one"))
     assert "2 problems" in " ".join(result_json(joined(broken))["notes"])
@@ -318,7 +318,7 @@ def test_notes_say_what_is_assumed_and_what_went_wrong() -> None:
         result(),
         fluid=replace(fluid(), day=replace(fluid().day, hours=(late, *fluid().day.hours[1:]))),
     )
-    assert "would have taken 90 s" in " ".join(result_json(made)["notes"])
+    assert "longest wait in a queue is 90 s" in " ".join(result_json(made)["notes"])
 
 
 def test_the_study_is_written_down_whole() -> None:

@@ -115,5 +115,7 @@ def test_nothing_comes_without_sessions() -> None:
 @pytest.mark.parametrize("span", [(10, 10, 0, 1), (0, 10, -1, 1), (0, 10, 0, 0.5)])
 def test_refuses_what_is_no_window(span: tuple[float, float, float, float]) -> None:
     start_s, end_s, warm_s, scale = span
-    with pytest.raises(ValueError, match="empty, negative or below 1"):
+    with pytest.raises(
+        ValueError, match=r"is empty, warm_s .* is negative, or scale .* is below 1"
+    ):
         window(PARAMS, start_s, end_s, warm_s, rng(), scale=scale)

@@ -83,7 +83,7 @@ def test_a_static_fleet_and_a_part_have_no_fleet_table() -> None:
 def test_it_says_what_it_counts_on() -> None:
     plan = best(hardware="gb200", dtypes=("fp4",), mtp_tokens=(1,))
     text = "\n".join(heading_of(plan))
-    assert "MTP drafts" in text
+    assert "MTP draft token" in text
     assert "FP4" in text
     assert "--cache-folder" in text
     alone = dataclasses.replace(plan, traffic=dataclasses.replace(plan.traffic, cached_share=0.0))

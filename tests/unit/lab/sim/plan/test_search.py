@@ -72,8 +72,8 @@ def test_nothing_keeps_it_and_why() -> None:
     found = price_hardware(pricing, Rent(1.0, "given", ""), SearchOptions())
     assert not Search([found]).ranked()
     text = impossible([found])
-    assert "h20 has no prefill unit for it" in text
-    assert "h20 has no decode unit for it" in text
+    assert "h20 has no prefill unit that meets it" in text
+    assert "h20 has no decode unit that meets it" in text
     assert "TPOT" in text
     assert "at batch 1" in text
 
@@ -87,5 +87,5 @@ def test_a_fleet_beyond_all_fleets_is_said_with_how_many_parts_it_has() -> None:
     assert too_large(plan) == ""
     num = math.ceil(2.5 * NODES_MAX / plan.prefill.unit_nodes)
     huge = dataclasses.replace(plan, prefill=dataclasses.replace(plan.prefill, num_peak=num))
-    assert "one of 3 equal parts" in too_large(huge)
+    assert "divide requests_per_s by 3" in too_large(huge)
     assert f"{huge.nodes_peak:,.0f} nodes" in too_large(huge)

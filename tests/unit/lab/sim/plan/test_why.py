@@ -30,12 +30,12 @@ def test_a_sentence_says_how_much_and_what_of() -> None:
     other = next(plan for plan in plans if plan.decode_unit.model.num_ranks == 32)
     text = why(other, plans[0])
     assert text.startswith(f"{other.cost_usd / plans[0].cost_usd - 1:+.1%}: ")
-    assert f"holds {other.decode_unit.batch} requests a GPU" in text
+    assert f"runs {other.decode_unit.batch} requests per GPU" in text
     assert f"instead of {plans[0].decode_unit.batch}" in text
     narrow = next(plan for plan in plans if plan.decode_unit.model.num_ranks == 16)
-    assert "no more fit in memory" in why(narrow, plans[0])
+    assert "limited by memory" in why(narrow, plans[0])
     dear = best(hardware="h100", usd=2.35)
-    assert "$2.35 instead of $2 a GPU-hour" in why(dear, plans[0])
+    assert "$2.35 instead of $2 per GPU-hour" in why(dear, plans[0])
     assert why(plans[0], plans[0]).startswith("costs the same")
 
 

@@ -215,9 +215,9 @@ def test_memory_says_how_much_kv_a_rank_holds() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(ValueError, match="as many arrivals"):
+    with pytest.raises(ValueError, match="equal numbers of arrivals"):
         Requests(np.zeros(2), np.ones(1, np.int64), np.ones(2, np.int64))
-    with pytest.raises(ValueError, match="order of arrival"):
+    with pytest.raises(ValueError, match="sorted by arrival"):
         Requests(np.array([1.0, 0.5]), np.ones(2, np.int64), np.ones(2, np.int64))
     with pytest.raises(ValueError, match="the decode model has 8 ranks"):
         FleetWorld(
