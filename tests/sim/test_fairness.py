@@ -221,7 +221,7 @@ class Had:
     """TTFT of the others' requests, seconds."""
     waited_below_s: tuple[float, ...]
     """TTFT of the others' requests that were from tenants below their share then, seconds."""
-    gave_way: int
+    requeued: int
 
     @property
     def p95_ttft_s(self) -> float:
@@ -239,7 +239,7 @@ def together(runs: list[Had]) -> Had:
         sum(run.flood for run in runs),
         tuple(waited_s for run in runs for waited_s in run.waited_s),
         tuple(waited_s for run in runs for waited_s in run.waited_below_s),
-        sum(run.gave_way for run in runs),
+        sum(run.requeued for run in runs),
     )
 
 
@@ -287,7 +287,7 @@ def had(seed: int, *, is_flooded: bool, burst: int = LimitsConfig().burst_tokens
         watch.num_tokens[FLOOD],
         tuple(name_to_waited_s.values()),
         tuple(name_to_waited_s[name] for name in watch.below & name_to_waited_s.keys()),
-        world.front.totals.gave_way,
+        world.front.totals.requeued,
     )
 
 
@@ -308,13 +308,13 @@ def test_twenty_times_its_share_of_one_leaves_the_others_theirs(seed: int) -> No
     print("seed", seed)
     for name, run in ("alone", alone), ("flooded", flooded):
         print(
-            f"{name}: others {run.others}, flood {run.flood} tokens; {run.gave_way} gave way;"
+            f"{name}: others {run.others}, flood {run.flood} tokens; {run.requeued} requeued;"
             f" p95 {run.p95_ttft_s:.4f} s of {len(run.waited_s)}"
         )
     num_below, below_s = len(flooded.waited_below_s), p95(flooded.waited_below_s)
     print(f"below their share: p95 {below_s:.4f} s of {num_below}")
     assert alone.flood == 0 < flooded.flood
-    assert flooded.gave_way > 0
+    assert flooded.requeued > 0
     assert flooded.others >= LEAST * alone.others
     # A tenant that was served as much as the flood waits in turn behind it: both are owed the same.
     assert num_below > 0.3 * len(flooded.waited_s)

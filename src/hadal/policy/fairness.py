@@ -16,7 +16,7 @@ most tokens of all requests in work at one time. A tenant that returned with a b
 Priority above 0 makes a request's own work cheaper, so its tenant gets proportionally more.
 
 Turns alone would make a tenant that arrives at a full fleet wait until requests end. So a turn may
-preempt requests (`choose_to_give_way`).
+preempt requests (`tenant_to_requeue`).
 
 Batch requests, for which no user waits, belong to a tenant of their own beside their owner's. These
 tenants come after all others, and take turns among themselves.
@@ -160,7 +160,7 @@ def in_turns(
             heappush(turns, turn(tenant))
 
 
-def choose_to_give_way(
+def tenant_to_requeue(
     asking: TenantView, others: Sequence[TenantView], cost: float, ends_per_step: float
 ) -> str | None:
     """Return the tenant that must give up a placed request for the next one in turn that finds no

@@ -74,7 +74,7 @@ def test_every_number_of_the_front_and_the_units() -> None:
         tokens_in=50,
         retries=4,
         preemptions=3,
-        gave_way=2,
+        requeued=2,
     )
     snapshot = FrontSnapshot(
         True,

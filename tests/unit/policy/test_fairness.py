@@ -13,11 +13,11 @@ from hadal.policy.fairness import (
     Claim,
     ServiceCounters,
     batch_of,
-    choose_to_give_way,
     in_turns,
     is_batch,
     owner_of,
     share_weight,
+    tenant_to_requeue,
 )
 from hadal.policy.views import TenantView
 from tests.fresh import fresh
@@ -193,37 +193,37 @@ def tenant(
 
 def test_whoever_had_most_gives_way_to_whoever_stays_behind_it() -> None:
     asking, others = tenant("b", 100.0, 2), [tenant("a", 1000.0, 3), tenant("c", 900.0, 9)]
-    assert choose_to_give_way(asking, others, 200.0, 0.0) == "a"
-    assert choose_to_give_way(asking, others[::-1], 200.0, 0.9) == "a"
-    assert choose_to_give_way(asking, others, 200.0, 1.0) is None, "there is room in a step"
-    assert choose_to_give_way(asking, [], 200.0, 0.0) is None
+    assert tenant_to_requeue(asking, others, 200.0, 0.0) == "a"
+    assert tenant_to_requeue(asking, others[::-1], 200.0, 0.9) == "a"
+    assert tenant_to_requeue(asking, others, 200.0, 1.0) is None, "there is room in a step"
+    assert tenant_to_requeue(asking, [], 200.0, 0.0) is None
 
 
 def test_what_is_taken_is_not_taken_back() -> None:
     asking = tenant("b", 100.0, 2)
-    assert choose_to_give_way(asking, [tenant("a", 700.0, 3)], 200.0, 0.0) == "a"
+    assert tenant_to_requeue(asking, [tenant("a", 700.0, 3)], 200.0, 0.0) == "a"
     # Counting its whole service, it would be ahead.
-    assert choose_to_give_way(asking, [tenant("a", 699.0, 3)], 200.0, 0.0) is None
+    assert tenant_to_requeue(asking, [tenant("a", 699.0, 3)], 200.0, 0.0) is None
     # After losing one it still has more than the other.
-    assert choose_to_give_way(asking, [tenant("a", 300.0, 5)], 200.0, 0.0) == "a"
-    assert choose_to_give_way(asking, [tenant("a", 300.0, 4)], 200.0, 0.0) is None
-    assert choose_to_give_way(asking, [tenant("a", 299.0, 99)], 200.0, 0.0) is None
+    assert tenant_to_requeue(asking, [tenant("a", 300.0, 5)], 200.0, 0.0) == "a"
+    assert tenant_to_requeue(asking, [tenant("a", 300.0, 4)], 200.0, 0.0) is None
+    assert tenant_to_requeue(asking, [tenant("a", 299.0, 99)], 200.0, 0.0) is None
 
 
 def test_weights_count_in_what_a_tenant_keeps() -> None:
     asking = tenant("b", 0.0, 2, weight=0.5)
     heavy = tenant("a", 100.0, 8, weight=1.0, is_waiting=False)
-    assert choose_to_give_way(asking, [heavy], 100.0, 0.0) == "a", "7 against 3 at half the weight"
+    assert tenant_to_requeue(asking, [heavy], 100.0, 0.0) == "a", "7 against 3 at half the weight"
     heavier = tenant("a", 100.0, 8, weight=2.0, is_waiting=False)
-    assert choose_to_give_way(asking, [heavier], 100.0, 0.0) is None
+    assert tenant_to_requeue(asking, [heavier], 100.0, 0.0) is None
 
 
 def test_whoever_asks_for_less_than_its_share_loses_nothing() -> None:
     flood = tenant("b", 0.0, 15)
     small = tenant("a", 1e6, 2, is_waiting=False)
-    assert choose_to_give_way(flood, [small], 1.0, 0.0) is None
+    assert tenant_to_requeue(flood, [small], 1.0, 0.0) is None
     # A tenant's only request runs to its end.
-    assert choose_to_give_way(tenant("b", 0.0, 0), [tenant("a", 1e6, 1)], 1.0, 0.0) is None
+    assert tenant_to_requeue(tenant("b", 0.0, 0), [tenant("a", 1e6, 1)], 1.0, 0.0) is None
 
 
 def test_tenants_that_both_wait_do_not_take_from_each_other_without_end() -> None:
@@ -242,7 +242,7 @@ def test_tenants_that_both_wait_do_not_take_from_each_other_without_end() -> Non
             name = min(service, key=service.__getitem__)
             other = "ab".replace(name, "")
             if len(left["a"]) + len(left["b"]) == slots:
-                if choose_to_give_way(view(name), [view(other)], cost, 0.0) is None:
+                if tenant_to_requeue(view(name), [view(other)], cost, 0.0) is None:
                     break
                 left[other].pop()
                 num_taken += 1

@@ -30,10 +30,10 @@ class Totals(msgspec.Struct):
     """Prompt tokens of answered requests that were computed."""
     retries: int = 0
     """Attempts that ended before their request did, including preemptions, but not those counted in
-    `gave_way`.
+    `requeued`.
     """
     preemptions: int = 0
-    gave_way: int = 0
+    requeued: int = 0
     """Attempts preempted and requeued to make room for other requests: those of batches, or of
     tenants above their share.
     """

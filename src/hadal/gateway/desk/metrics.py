@@ -448,7 +448,7 @@ class _FrontCollector(Collector):
             "hadal_gave_way",
             "Attempts preempted for other tenants' requests: those of batches, or of tenants above"
             " their share. They are not retries.",
-            totals.gave_way,
+            totals.requeued,
         )
         ended = CounterMetricFamily(
             "hadal_generations", "Ended generations, by end.", labels=("end",)

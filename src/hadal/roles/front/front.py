@@ -53,8 +53,8 @@ from hadal.policy.fairness import (
     INPUT_COST,
     OUTPUT_COST,
     ServiceCounters,
-    choose_to_give_way,
     is_batch,
+    tenant_to_requeue,
 )
 from hadal.roles.front.admission import FrontAdmission
 from hadal.roles.front.alarm import Alarm
@@ -299,7 +299,7 @@ class Front:
     def _put_back(self, record: Record) -> None:
         self._let_go(record)
         self._requeue(record)
-        self.totals.gave_way += 1
+        self.totals.requeued += 1
 
     def _beyond_share(
         self, now_s: float, record: Record, may_go: Callable[[Record], bool]
@@ -317,7 +317,7 @@ class Front:
         tokens_each = totals.tokens_out / max(1, totals.finished)
         cost = INPUT_COST * len(record.generation.prompt) + OUTPUT_COST * tokens_each
         ends_per_step = self.admission.ends_per_s(now_s) * self.units.decode_step_s()
-        tenant = choose_to_give_way(asking, others, cost / record.share_weight, ends_per_step)
+        tenant = tenant_to_requeue(asking, others, cost / record.share_weight, ends_per_step)
         return None if tenant is None else requests.last_of(tenant, may_go)
 
     def _choose_prefill(self, record: Record) -> tuple[str, int] | None:

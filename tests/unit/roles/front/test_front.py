@@ -678,7 +678,7 @@ def test_a_tenant_that_had_more_gives_its_last_request_back_and_goes_on_later() 
     effects = made.handle(0.4, of_tenant("b1", "y"))
     assert [one.generation.request_id for one in sent(effects, Prefill)] == ["b1"]
     assert sent(effects, Cancel) == [Cancel("a3", 0)]
-    assert (made.totals.gave_way, made.totals.retries, made.totals.preemptions) == (1, 0, 0)
+    assert (made.totals.requeued, made.totals.retries, made.totals.preemptions) == (1, 0, 0)
     # Tokens of the preempted attempt arrive too late. Its turn comes before younger requests.
     ok(made)
     effects = made.handle(0.5, tokens(made, "a0", 2, finish="length"))
@@ -723,7 +723,7 @@ def test_one_that_is_prefilled_takes_the_slot_of_a_tenant_that_had_more(tenant: 
     assert isinstance(messages[0], Decode)
     assert messages[0].generation.request_id == "c"
     assert messages[1] == Cancel("a3", 0), "the latest that has a slot"
-    assert (made.totals.gave_way, made.requests.by_id["a3"].num_retries) == (1, 0)
+    assert (made.totals.requeued, made.requests.by_id["a3"].num_retries) == (1, 0)
     assert made.requests.by_id["a4"].state == "transferring"
     ok(made)
 
@@ -733,7 +733,7 @@ def test_no_slot_is_taken_where_one_is_free_or_for_a_batch() -> None:
     for name, tenant in (("c", "y"), ("d", "y/batch")):
         made.handle(0.4, of_tenant(name, tenant))
         made.handle(0.5, first_token(name))
-    assert made.totals.gave_way == 0
+    assert made.totals.requeued == 0
     ok(made)
 
 
@@ -745,7 +745,7 @@ def test_the_first_request_of_a_tenant_never_gives_way() -> None:
         made.handle(0.0, of_tenant(name, "x"))
     made.handle(0.1, first_token("a0"))
     assert not sent(made.handle(0.2, of_tenant("b1", "y")), Prefill)
-    assert made.totals.gave_way == 0
+    assert made.totals.requeued == 0
     ok(made)
 
 
