@@ -40,7 +40,7 @@ from hadal.core.messages.ranks import (
     RankUp,
     RankWho,
 )
-from hadal.core.messages.requests import Charged, Counted, Quotas, Spent, Submit, TurnedAway
+from hadal.core.messages.requests import Charged, Counted, Quotas, RejectedEarly, Spent, Submit
 from hadal.core.messages.units import (
     Cached,
     Cancel,
@@ -112,7 +112,7 @@ AnyMessage = (
     | Refused
     | Suspect
     | Sighting
-    | TurnedAway
+    | RejectedEarly
     | Quotas
     | Charged
     | Counted

@@ -34,7 +34,7 @@ class Submit(Message, frozen=True):
     """Highest cost in 10^-12 dollars, reserved from the tenant's budget."""
 
 
-class TurnedAway(Message, frozen=True):
+class RejectedEarly(Message, frozen=True):
     """Generations rejected before they were submitted, by the front's own rules. The front counts
     them, because the fleet scales with all demand.
     """

@@ -29,10 +29,10 @@ from hadal.core.messages.requests import (
     Counted,
     Quota,
     Quotas,
+    RejectedEarly,
     Spent,
     Submit,
     Ticket,
-    TurnedAway,
 )
 from hadal.core.messages.snapshot import FrontSnapshot
 from hadal.core.messages.units import Cancel, Drain, Refused, Returned, UnitDown, UnitUp
@@ -214,7 +214,7 @@ class Host(Doors):
         )
         if refusal is not None:
             if refusal.is_for_room:
-                self._handle([TurnedAway(num_wanted, num_tokens)])
+                self._handle([RejectedEarly(num_wanted, num_tokens)])
             raise as_error(refusal)
 
     async def check_counting(self, tenant: str) -> None:
@@ -403,7 +403,7 @@ class Host(Doors):
         for generation in generations:
             self._apply(refused(generation.request_id, refusal))
         if refusal.is_for_room:
-            yield TurnedAway(len(generations), num_tokens)
+            yield RejectedEarly(len(generations), num_tokens)
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
         """Turn a message into events for the front. Requests of another gateway give the same

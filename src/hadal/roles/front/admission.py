@@ -88,7 +88,7 @@ class FrontAdmission:
         """Return why a batch's next request is refused; None if it may start now."""
         return admit_batch(self._routing.valley(self.is_draining))
 
-    def turned_away(self, num_generations: int, num_tokens: int) -> None:
+    def count_rejected(self, num_generations: int, num_tokens: int) -> None:
         """Count generations that were rejected before they were submitted."""
         totals = self._totals
         num_let_in = totals.submitted - totals.refused

@@ -20,7 +20,7 @@ from hadal.core.messages.base import SUPERVISOR
 from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.fleet import DrainUnit, KeepUnit
 from hadal.core.messages.generation import Deliver, Generation, Token
-from hadal.core.messages.requests import Charged, Counted, Quotas, Spent, Submit, TurnedAway
+from hadal.core.messages.requests import Charged, Counted, Quotas, RejectedEarly, Spent, Submit
 from hadal.core.messages.snapshot import FrontSnapshot, Totals
 from hadal.core.messages.units import (
     Cached,
@@ -168,8 +168,8 @@ class Front:
                 self.tenants.set(now_s, event)
             case Spent():
                 self.tenants.read(now_s, event)
-            case TurnedAway(num_generations, num_tokens):
-                self.admission.turned_away(num_generations, num_tokens)
+            case RejectedEarly(num_generations, num_tokens):
+                self.admission.count_rejected(num_generations, num_tokens)
             case PrefillDone():
                 self._prefill_done(now_s, event)
             case Pulled(unit, request_id, attempt):

@@ -10,7 +10,7 @@ import pytest
 from hadal.core.config import Deployment, LimitsConfig
 from hadal.core.errors import InvariantError
 from hadal.core.messages.generation import Closing, Deliver, Generation, Token
-from hadal.core.messages.requests import Quota, Quotas, Submit, TurnedAway
+from hadal.core.messages.requests import Quota, Quotas, RejectedEarly, Submit
 from hadal.core.messages.units import (
     Cancel,
     Decode,
@@ -153,14 +153,14 @@ def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() 
     for number, prompt in enumerate((6, 10)):
         assert finals(made.handle(0.0, Submit(generation(f"a{number}", prompt=prompt)))) == []
     assert finals(made.handle(0.0, Submit(generation("a2", prompt=20)))) == [("a2", 429)]
-    made.handle(0.0, TurnedAway(2, 30))
-    made.handle(0.0, TurnedAway(1))
+    made.handle(0.0, RejectedEarly(2, 30))
+    made.handle(0.0, RejectedEarly(1))
     assert (made.totals.submitted, made.totals.refused) == (6, 4)
     # Prompts that were not read count as long as others.
     assert made.totals.tokens_refused == 20 + 30 + 8
     assert made.fleet.demand().tokens_in == 16 + 58
     made.handle(0.0, Drain())
-    made.handle(0.0, TurnedAway(1, 5))
+    made.handle(0.0, RejectedEarly(1, 5))
     assert (made.totals.refused, made.totals.tokens_refused) == (5, 58)
     ok(made)
 
