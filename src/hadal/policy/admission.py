@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hadal.core.arrays import Bools, Ints
 from hadal.core.messages.generation import RateLimits
 from hadal.policy.rows import BATCH_PROMISE, num_rows_within
-from hadal.policy.views import AdmissionView, DownstreamView, ValleyView
+from hadal.policy.views import AdmissionView, DownstreamView, SpareView
 
 OVERLOADED = "overloaded"
 RETRY_AFTER_MIN_S = 1.0
@@ -23,9 +23,9 @@ HEADROOM_SHARE = 8
 """1/HEADROOM_SHARE of the requests is head-room: prefilled ahead of a free slot, or blocks kept
 free for growth.
 """
-VALLEY_S = 0.05
+BATCH_RETRY_S = 0.05
 """Seconds until a batch tries again."""
-NO_VALLEY = "no_valley"
+NO_SPARE = "no_spare_capacity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def admit(view: AdmissionView) -> Refusal | None:
     )
 
 
-def admit_batch(view: ValleyView) -> Refusal | None:
+def admit_batch(view: SpareView) -> Refusal | None:
     """Return a refusal, or None to admit one more request of a batch, which uses what other requests leave.
 
     A batch request yields its slot to the next request that finds none, and its rows rest where others' rows
@@ -85,7 +85,7 @@ def admit_batch(view: ValleyView) -> Refusal | None:
         and view.num_blocks_used < view.num_blocks
     ):
         return None
-    return Refusal(429, "others' requests leave no room for a batch's.", VALLEY_S, NO_VALLEY)
+    return Refusal(429, "others' requests leave no room for a batch's.", BATCH_RETRY_S, NO_SPARE)
 
 
 def slots_beside(line: tuple[float, float], num_ranks: int, num_others: int, num_slots: int) -> int:

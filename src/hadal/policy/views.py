@@ -143,7 +143,7 @@ class TenantView:
 
 
 @dataclass(frozen=True, slots=True)
-class ValleyView:
+class SpareView:
     """Load that one more request of a batch would share the fleet with."""
 
     is_draining: bool

@@ -30,7 +30,7 @@ from hadal.gateway.desk.service import ServedModel, Service, Work
 from hadal.gateway.edge import bodies
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.edge.intake import Patience
-from hadal.policy.admission import NO_VALLEY
+from hadal.policy.admission import NO_SPARE
 from hadal.runtime.batches import (
     IN_PROGRESS,
     VALIDATING,
@@ -281,7 +281,7 @@ async def test_a_second_batch_is_read_while_the_first_waits(
 
         def check(*given: Any) -> Ticket:
             if is_full:
-                raise ApiError(429, "No valley.", code=NO_VALLEY)
+                raise ApiError(429, "No spare capacity.", code=NO_SPARE)
             return reserve(*given)
 
         monkeypatch.setattr(it.gateway.link, "reserve", check)
@@ -303,7 +303,7 @@ async def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
 
         def check(tenant: str, *given: Any) -> None:
             asked.append(tenant)
-            raise ApiError(429, "No valley.", code=NO_VALLEY)
+            raise ApiError(429, "No spare capacity.", code=NO_SPARE)
 
         monkeypatch.setattr(it.gateway.link, "reserve", check)
         ids = []
@@ -334,7 +334,7 @@ async def test_a_withdrawn_key_ends_its_batch(
         def check(tenant: str, *given: Any) -> Ticket:
             asked.append(tenant)
             if is_full:
-                raise ApiError(429, "No valley.", code=NO_VALLEY)
+                raise ApiError(429, "No spare capacity.", code=NO_SPARE)
             return reserve(tenant, *given)
 
         monkeypatch.setattr(host, "reserve", check)
@@ -383,7 +383,7 @@ async def test_a_line_is_priced_by_the_quota_of_its_moment(
 
         def check(tenant: str, generations: object, most_pico_usd: tuple[int, ...]) -> Ticket:
             most.append(sum(most_pico_usd))
-            raise ApiError(429, "No valley.", code=NO_VALLEY)
+            raise ApiError(429, "No spare capacity.", code=NO_SPARE)
 
         monkeypatch.setattr(it.gateway.link, "reserve", check)
         it.client.headers["Authorization"] = "Bearer sk-alice"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hadal.policy.admission import (
-    NO_VALLEY,
+    NO_SPARE,
     RETRY_AFTER_MAX_S,
     RETRY_AFTER_MIN_S,
     admit,
@@ -20,7 +20,7 @@ from hadal.policy.admission import (
     share_of,
     slots_beside,
 )
-from hadal.policy.views import AdmissionView, DownstreamView, ValleyView
+from hadal.policy.views import AdmissionView, DownstreamView, SpareView
 
 
 def view(
@@ -139,7 +139,7 @@ def test_decode_keeps_headroom_for_those_that_run() -> None:
     assert not fits_decode(6, 5, 8)
 
 
-VALLEY = ValleyView(
+SPARE = SpareView(
     is_draining=False,
     num_waiting=0,
     num_placed=3,
@@ -158,10 +158,10 @@ VALLEY = ValleyView(
     " works for batches alone."
 )
 def test_a_batch_takes_what_others_leave() -> None:
-    assert admit_batch(VALLEY) is None
-    assert admit_batch(replace(VALLEY, num_placed=8, num_of_batches=8, num_prefilling=8)) is None
-    assert admit_batch(replace(VALLEY, num_placed=5, num_of_batches=3)) is None
-    assert admit_batch(replace(VALLEY, num_placed=2, num_of_batches=0, num_slots_beside=0)) is None
+    assert admit_batch(SPARE) is None
+    assert admit_batch(replace(SPARE, num_placed=8, num_of_batches=8, num_prefilling=8)) is None
+    assert admit_batch(replace(SPARE, num_placed=5, num_of_batches=3)) is None
+    assert admit_batch(replace(SPARE, num_placed=2, num_of_batches=0, num_slots_beside=0)) is None
     busier: dict[str, Any]
     for busier in (
         {"num_waiting": 1},
@@ -173,9 +173,9 @@ def test_a_batch_takes_what_others_leave() -> None:
         {"num_placed": 0, "num_of_batches": 0, "num_prefill_ranks": 0},
         {"num_blocks_used": 100},
     ):
-        refusal = admit_batch(replace(VALLEY, **busier))
+        refusal = admit_batch(replace(SPARE, **busier))
         assert refusal is not None, busier
-        assert (refusal.status, refusal.code, refusal.is_for_room) == (429, NO_VALLEY, False)
-    refusal = admit_batch(replace(VALLEY, is_draining=True))
+        assert (refusal.status, refusal.code, refusal.is_for_room) == (429, NO_SPARE, False)
+    refusal = admit_batch(replace(SPARE, is_draining=True))
     assert refusal is not None
     assert refusal.status == 503

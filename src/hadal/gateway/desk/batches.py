@@ -39,7 +39,7 @@ from hadal.gateway.desk.reply import Reply, Times
 from hadal.gateway.desk.salts import EVERYONE
 from hadal.gateway.desk.service import Work
 from hadal.gateway.edge.errors import ApiError, as_api_error, internal_error
-from hadal.policy.admission import NO_VALLEY, VALLEY_S
+from hadal.policy.admission import BATCH_RETRY_S, NO_SPARE
 from hadal.policy.fairness import batch_of
 from hadal.policy.quotas import NEVER_CODE
 from hadal.runtime.batches import (
@@ -373,7 +373,7 @@ class BatchWorker:
                 await self._slots.acquire()
                 reply = None
                 try:
-                    found = await self._until_valley(batch, work)
+                    found = await self._until_spare(batch, work)
                     if isinstance(found, Ticket):
                         # Nothing was awaited since the front issued the ticket.
                         times = Times(self._gateway.clock.now())
@@ -390,7 +390,7 @@ class BatchWorker:
                 await asyncio.sleep(min(wait_s, _LOOK_S))
         return None
 
-    async def _until_valley(self, batch: BatchRow, work: Work) -> Ticket | ApiError | None:
+    async def _until_spare(self, batch: BatchRow, work: Work) -> Ticket | ApiError | None:
         """Wait for spare (off-peak) capacity. Return the line's ticket, or the refusal of its
         tenant's quota; None if it is not to be started any more.
         """
@@ -400,9 +400,9 @@ class BatchWorker:
             except ApiError as refusal:
                 if refusal.code == NEVER_CODE:
                     raise
-                if refusal.code != NO_VALLEY:
+                if refusal.code != NO_SPARE:
                     return refusal
-            await asyncio.sleep(VALLEY_S)
+            await asyncio.sleep(BATCH_RETRY_S)
         return None
 
     async def _run(

@@ -86,7 +86,7 @@ class FrontAdmission:
 
     def batch_refusal(self) -> Refusal | None:
         """Return why a batch's next request is refused; None if it may start now."""
-        return admit_batch(self._routing.valley(self.is_draining))
+        return admit_batch(self._routing.spare(self.is_draining))
 
     def count_rejected(self, num_generations: int, num_tokens: int) -> None:
         """Count generations that were rejected before they were submitted."""

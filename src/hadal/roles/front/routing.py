@@ -20,7 +20,7 @@ from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import may_prefill, num_placed_max
 from hadal.policy.cached_prefix import usable_blocks
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
-from hadal.policy.views import DownstreamView, ValleyView
+from hadal.policy.views import DownstreamView, SpareView
 from hadal.roles.front.record import Record
 from hadal.roles.front.requests import FrontRequests
 from hadal.roles.front.unit import num_slots_beside
@@ -47,12 +47,12 @@ class RequestRouting:
             num_free += max(0, num_placed_max(view.num_slots) - num_placed)
         return max(0, min(self.limits.max_running - self.requests.num_placed, num_free))
 
-    def valley(self, is_draining: bool) -> ValleyView:
+    def spare(self, is_draining: bool) -> SpareView:
         """Return the load beside which a batch's next request would run, for off-peak admission."""
         requests, prefill = self.requests, self.units.of_role(PREFILL)
         decode = [unit for unit in self.units.of_role(DECODE) if unit.is_open]
         num_others = requests.num_placed - requests.num_placed_of_batches
-        return ValleyView(
+        return SpareView(
             is_draining,
             requests.num_waiting,
             requests.num_placed,

@@ -33,7 +33,7 @@ from hadal.core.messages.units import (
 )
 from hadal.core.plans import NO_TOKEN, NOT_FINITE
 from hadal.core.seams import Effect, Send, Tick, WakeAt
-from hadal.policy.admission import NO_VALLEY
+from hadal.policy.admission import NO_SPARE
 from hadal.policy.batching import AGE_S
 from hadal.policy.fairness import is_batch
 from hadal.roles.front.front import Front
@@ -608,12 +608,12 @@ def test_what_is_held_for_an_earlier_front_is_nobodys() -> None:
     "A line starts if no other request waits, a slot and blocks are free, and prefill has a free rank or"
     " works for batches alone."
 )
-def test_a_batch_waits_for_a_valley_and_gives_way() -> None:
+def test_a_batch_waits_for_spare_capacity_and_is_requeued() -> None:
     made = front(max_running=1)
     made.handle(0.0, of_tenant("a", "x"))
     refusal = made.admission.refusal(0.1, "x/batch", 1, 10)
     assert refusal is not None
-    assert refusal.code == NO_VALLEY
+    assert refusal.code == NO_SPARE
     made.handle(0.1, first_token("a", finish="length"))
     assert made.admission.refusal(0.2, "x/batch", 1, 10) is None
     (prefill,) = sent(made.handle(0.2, of_tenant("b", "x/batch")), Prefill)
