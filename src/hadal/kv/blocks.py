@@ -46,7 +46,7 @@ def blocks_for(num_tokens: Counts) -> Counts:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     """Do nothing: default of `touched`."""
 
 
@@ -67,7 +67,7 @@ class BlockAllocator:
         self,
         num_blocks: int,
         eviction: type[Arc | Lru] = Arc,
-        touched: Callable[[], object] = _nobody,
+        touched: Callable[[], object] = _ignore,
     ) -> None:
         """Make a pool of free blocks. `touched` is called whenever owners or names may have changed."""
         if num_blocks < 2:

@@ -27,7 +27,7 @@ log = logging.getLogger("hadal.supervisor")
 
 STOP_S = 4.0
 """Time from SIGTERM to SIGKILL when the run ends."""
-HERE = (GATEWAY, LENDER, CONSOLE)
+WITHOUT_TORCH = (GATEWAY, LENDER, CONSOLE)
 """Roles that start while the fork server still imports torch; their processes do not need it."""
 
 
@@ -84,7 +84,7 @@ class Starter:
         nodes = self._children.nodes
         if nodes is not None and not self._children.is_here(child):
             return self._start_on(nodes, now_s, child, more)
-        if self._forks.is_warming and child.role not in HERE:
+        if self._forks.is_warming and child.role not in WITHOUT_TORCH:
             return False  # Gateways import other modules, and need not wait for torch.
         return self._start_here(now_s, child, more)
 
