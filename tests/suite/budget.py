@@ -32,8 +32,10 @@ _SIZE = 200_000
 class Budget:
     """Budgets of one level: folder -> units."""
 
-    SLACK: ClassVar[float] = 1.5
-    """Factor above its budget from which a folder counts as over it."""
+    SLACK: ClassVar[float] = 3.0
+    """Factor above its budget from which a folder counts as over it. Unchanged code took up to 2.3
+    times its budget on a machine where other work shared caches and memory: the loop slows less.
+    """
 
     def __init__(self, level: str) -> None:
         self._units: dict[str, float] = tomllib.loads(PATH.read_text())["units"].get(level, {})

@@ -106,7 +106,7 @@ class Summary:
         return table
 
     def table_processor(self, budget: Budget, loop_s: float) -> tuple[Table, list[str]]:
-        """Return processor time by folder beside the budget, and the folders over it by half or more."""
+        """Return processor time by folder beside the budget, and the folders far above it."""
         table = Table("folder", "processor s", "units", "budget", title="Processor time")
         over = []
         for folder, seconds in sorted(self.folder_to_s.items(), key=lambda item: -item[1]):
