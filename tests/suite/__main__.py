@@ -71,7 +71,9 @@ def main(arguments: Sequence[str]) -> int:
         f"started; one unit is {loop.mean_s:.3f} s of a processor; {VARIABLE}={RUN} draws the same seeds"
     )
     if over and os.environ.get(OVER_BUDGET) and not is_chosen:
-        console.print(f"Above {Budget.SLACK:.0f} times the budget: {', '.join(over)}: see tests/budget.toml")
+        console.print(
+            f"Above {Budget.SLACK:.0f} times the budget: {', '.join(over)}: see tests/budget.toml"
+        )
         codes["budget"] = SOME_FAILED
     if asked.write_budget:
         used = {folder: s / loop.mean_s for folder, s in summary.folder_to_s.items()}
