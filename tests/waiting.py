@@ -16,7 +16,7 @@ from typing import TypeVar
 from tests import stacks
 
 T = TypeVar("T")
-DEADLINE_S = 180.0
+DEADLINE_S = 600.0
 """Time after which a wait counts as hanging. Below pytest's timeout, so that the message names it."""
 _FIRST_PERIOD_S, _LAST_PERIOD_S = 0.0005, 0.01
 """First and longest pause between two checks; a condition that is true soon is noticed soon."""

@@ -12,8 +12,9 @@ from typing import Any
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.needs import need
+from tests.waiting import DEADLINE_S
 
-WAIT_MS = 120_000
+WAIT_MS = 1000 * DEADLINE_S
 WIDE, NARROW = (1400, 900), (390, 844)
 
 

@@ -144,7 +144,6 @@ def check_books(server: Server, rounds: list[list[list[Answer]]]) -> None:
 @pytest.mark.promise(
     "With a cache folder, blocks that fill go to disk, so that the next turn finds them."
 )
-@pytest.mark.timeout(1800)
 @pytest.mark.slow("rounds of chats, one of them after a restart")
 @pytest.mark.parametrize("name", setups())
 def test_answers_are_the_plain_loops(

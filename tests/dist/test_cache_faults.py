@@ -96,7 +96,6 @@ def keeper() -> Iterator[Keeper]:
 
 @OTHER_FAULT
 @pytest.mark.slow("a server of another model starts, and its plain loop answers first")
-@pytest.mark.timeout(600)
 def test_another_models_folder(
     keeper: Keeper, start_server: StartServer, chats: list[Chat], tmp_path: Path
 ) -> None:
@@ -151,7 +150,6 @@ a scan of the folder or, sooner, by a read; only a read counts it as damage.
 """
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "fault", [pytest.param(name, marks=OTHER_FAULT if name != "bits" else ()) for name in FAULTS]
 )
@@ -188,7 +186,6 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @OTHER_FAULT
-@pytest.mark.timeout(600)
 def test_a_full_disk(start_server: StartServer, chats: list[Chat], small_disk: Path) -> None:
     server = start_server(**cache_fields(small_disk, memory=False, disk_mb=64))
     keeper = Keeper(server, small_disk)

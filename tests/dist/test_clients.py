@@ -15,7 +15,6 @@ from tests.waiting import DEADLINE_S
 pytestmark = [
     pytest.mark.more("clients of others are installed and tried"),
     pytest.mark.slow("clients of others are installed and tried"),
-    pytest.mark.timeout(1800),
 ]
 OFFICIAL = ("openai", "anthropic")
 """Clients that `make test-more` tries; `make test-all` tries all others."""

@@ -191,7 +191,6 @@ def play_round(
 
 @pytest.mark.promise("Everything that kill -9 leaves behind is therefore complete or absent")
 @pytest.mark.campaign("moments of kills are drawn")
-@pytest.mark.timeout(900 if FULL else 300)
 def test_what_was_durable_is_found_after_kill_9(tmp_path: Path) -> None:
     for seed in (5, fresh().getrandbits(32)):
         print(f"seed {seed}")

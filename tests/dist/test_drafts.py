@@ -165,7 +165,6 @@ IN_ALL = {
 }
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -195,7 +194,6 @@ def test_sampled_requests_get_the_same_tokens(
 
 
 @MORE
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_units_that_are_killed(mortal: StartServer, cases: list[Case], victim: str) -> None:
     server = mortal(**TWO_DRAFTS)
@@ -210,7 +208,6 @@ def test_units_that_are_killed(mortal: StartServer, cases: list[Case], victim: s
 
 @MORE
 @pytest.mark.slow("the ranks that are left join again")
-@pytest.mark.timeout(900)
 def test_a_rank_that_is_killed(mortal: StartServer, cases: list[Case]) -> None:
     server = mortal(**HALVES)
 
@@ -224,7 +221,6 @@ def test_a_rank_that_is_killed(mortal: StartServer, cases: list[Case]) -> None:
 
 @MORE
 @pytest.mark.slow("two servers, one after the other")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("handover", ["shm", "tcp", "nixl"] if FULL else ["tcp"])
 def test_drafts_are_as_often_right_however_a_prompts_kv_came(
     start_server: StartServer, cases: list[Case], folder: Path, handover: str

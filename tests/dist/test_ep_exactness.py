@@ -97,7 +97,6 @@ async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
     }
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.full)) for name in DEPLOYMENTS]
 )
@@ -164,7 +163,6 @@ FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 )
 @pytest.mark.more("test_ep_model and tests/unit/model hold it without a server")
 @pytest.mark.slow("a server of each width")
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rounding", ROUNDINGS, ids=lambda fields: "-".join(fields.values()))
 def test_what_is_rounded_gives_the_same_tokens_at_every_width(
     borrow: StartServer, cases: list[Case], rounding: dict[str, str]

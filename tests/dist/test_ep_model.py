@@ -104,7 +104,6 @@ def serve_all(num_ranks: int, folder: Path, script: Script) -> dict[Way, list[Se
     return dict(zip(ways, serve(num_ranks, folder, script, ways), strict=True))
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.campaign("more ways")
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=WIDER) for n in WIDTHS[1:])])
 @pytest.mark.slow("each rank imports torch, and the plain loop computes too")
@@ -132,7 +131,6 @@ def test_tokens_are_the_plain_loops(
 
 @pytest.mark.more("tests/unit/model/test_block.py holds it in one process")
 @pytest.mark.slow("it serves at each width")
-@pytest.mark.timeout(900)
 def test_fp8_dispatch_gives_the_same_bits_at_every_width(
     folder: Path, cases: list[Case], script: Script
 ) -> None:

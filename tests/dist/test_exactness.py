@@ -53,7 +53,6 @@ def cases() -> list[Case]:
     "retries change when a token comes, never which."
 )
 @pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("chunk_tokens", [64, pytest.param(4096, marks=pytest.mark.full)])
 def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> None:
     server = borrow(chunk_tokens=chunk_tokens)
@@ -67,7 +66,6 @@ def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> No
 )
 @pytest.mark.promise("admission and preemption that lose nothing")
 @OTHER_WAY
-@pytest.mark.timeout(900)
 def test_preemption(borrow: StartServer) -> None:
     # All need one more block before they end, and the pool has room for only a few without it.
     def num_blocks(num_tokens: int) -> int:
@@ -130,7 +128,6 @@ async def ask_as(server: Server, key: str, bodies: list[dict[str, Any]]) -> list
 
 @OTHER_WAY
 @pytest.mark.slow("all prompts twice, in chunks of few tokens")
-@pytest.mark.timeout(900)
 def test_a_flood_gives_way(borrow: StartServer, cases: list[Case]) -> None:
     keys = flood, other = "flood", "other"
     slots = {"max_requests": NUM_SLOTS}
@@ -168,7 +165,6 @@ def test_a_flood_gives_way(borrow: StartServer, cases: list[Case]) -> None:
 
 
 @OTHER_WAY
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_killed_midway(mortal: StartServer, cases: list[Case], victim: str) -> None:
     server = mortal()

@@ -101,7 +101,6 @@ def asked(request: pytest.FixtureRequest, requests: Asked) -> Asked:
 
 
 @SERVED
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [1, 3, "auto"] if FULL else [2])
 def test_drafts_change_nothing(mortal: StartServer, asked: Asked, drafts: int | str) -> None:
     server = mortal(decode={"drafts": drafts})
@@ -110,7 +109,6 @@ def test_drafts_change_nothing(mortal: StartServer, asked: Asked, drafts: int | 
 
 
 @SERVED
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_units_that_are_killed(mortal: StartServer, asked: Asked, victim: str) -> None:
     server = mortal(decode={"drafts": 2})
@@ -122,7 +120,6 @@ def test_units_that_are_killed(mortal: StartServer, asked: Asked, victim: str) -
 
 @SERVED
 @pytest.mark.slow("four ranks form anew on two cores")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0.2", "decode-0"])
 def test_a_rank_and_a_leader_that_are_killed(
     mortal: StartServer, asked: Asked, victim: str
@@ -133,7 +130,6 @@ def test_a_rank_and_a_leader_that_are_killed(
 
 
 @SERVED
-@pytest.mark.timeout(900)
 def test_preemption(borrow: StartServer, server: Server) -> None:
     """Each of four answers needs four blocks, two are decoded before a step is done, and the pool
     has four blocks besides the scratch block.

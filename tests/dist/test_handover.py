@@ -58,7 +58,6 @@ def test_tcp_gives_the_plain_loops_tokens(borrow: StartServer) -> None:
 
 @pytest.mark.promise("The request is prefilled again elsewhere.")
 @pytest.mark.more("test_supervision kills units")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("handover", ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)])
 def test_killed_midway_nothing_is_lost(
     start_server: StartServer, cases: list[Case], handover: str

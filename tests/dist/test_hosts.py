@@ -31,7 +31,7 @@ from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_ca
 from tests.dist.serving import Server, blocks_used, metric
 from tests.waiting import DEADLINE_S, unix_now, wait_for, wait_until
 
-pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(600 if not FULL else 3600)]
+pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(3600)]
 
 SEED = 17
 OURS = {"prefill-0", "decode-0", "decode-0.0", "decode-0.1"}

@@ -132,7 +132,6 @@ def resident_mb(pid: int) -> float:
 @pytest.mark.promise("A dead process is noticed at once; at rest no block has an owner.")
 @pytest.mark.more("hundreds of requests")
 @pytest.mark.slow("hundreds of requests")
-@pytest.mark.timeout(600)
 def test_everyone_else_finishes_and_nothing_leaks(borrow: StartServer) -> None:
     """The pool's audit finds leaked blocks and slots."""
     seed = fresh().randrange(2**31)

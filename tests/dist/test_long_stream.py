@@ -18,7 +18,6 @@ HELD_S = 46.0
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
 def test_a_stream_that_makes_tokens_has_no_deadline(start_server: StartServer) -> None:
     """`make test` has this in simulated time (tests/sim/test_waiting.py)."""
     server = start_server(limits={"request_timeout_s": 60.0})

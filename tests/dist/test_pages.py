@@ -628,7 +628,6 @@ def without_forks(server: Server) -> Iterator[None]:
 
 @MORE_PAGES
 @pytest.mark.slow("a fleet grows, and experts move")
-@pytest.mark.timeout(900)
 def test_the_console_shows_a_rank_die_experts_move_the_fleet_grow_and_money(
     start_server: StartServer, browser: Browser, tmp_path: Path
 ) -> None:
@@ -709,7 +708,6 @@ def test_keys_guard_chat_and_console_until_they_are_withdrawn(browser: Browser) 
 
 
 @pytest.mark.slow("seconds of 278 nodes are simulated")
-@pytest.mark.timeout(900)
 @MORE_PAGES
 def test_278_nodes_are_shown(browser: Browser, tmp_path: Path) -> None:
     frames = tmp_path / "peak.gz"

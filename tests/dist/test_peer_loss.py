@@ -151,7 +151,6 @@ def lose_one(ranks: Ranks, seed: int, *, is_half_way: bool) -> None:
 
 
 @pytest.mark.campaign("more rounds")
-@pytest.mark.timeout(900)
 def test_a_killed_peer_is_named_to_all_and_the_others_go_on() -> None:
     drawn = fresh().randrange(1 << 30)
     with closing(Ranks()) as ranks:

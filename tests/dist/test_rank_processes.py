@@ -189,7 +189,6 @@ def test_no_request_shows_that_any_rank_is_gone(
         pytest.param("prefill-0", signal.SIGSTOP, marks=OTHERS),
     ],
 )
-@pytest.mark.timeout(1200)
 def test_the_next_leader_takes_over_ranks_that_live_with_their_kv(
     struck: Server, leader: str, number: signal.Signals
 ) -> None:

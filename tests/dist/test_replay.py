@@ -54,7 +54,6 @@ def check(recordings: list[Recording]) -> ReplayReport:
     return report
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow("a run is recorded and decided again")
 def test_the_same_decisions_in_the_same_order(start_server: StartServer, folder: Path) -> None:
     server = start_server(environment={RECORD: str(folder)})
@@ -73,7 +72,6 @@ def test_the_same_decisions_in_the_same_order(start_server: StartServer, folder:
 
 @pytest.mark.more("a recording without deaths is replayed in `make test`")
 @pytest.mark.slow("three runs are recorded, and decided again")
-@pytest.mark.timeout(600)
 def test_also_where_processes_died(start_server: StartServer, folder: Path) -> None:
     """A unit, a rank and a leader are killed under load. Each successor is a new role under the
     same name, and a leader takes its ranks over. KV goes to disk as well, and is read back.

@@ -26,7 +26,6 @@ from tests.dist.served import RETRY
 from tests.dist.serving import Server, StartServer
 from tests.waiting import DEADLINE_S, join, wait_until
 
-pytestmark = pytest.mark.timeout(600)
 PROMPTS = [tuple(range(first, first + 30)) for first in (300, 400, 500)]
 NUM_TOKENS = 30
 MORE_UNITS = pytest.mark.more("one unit is in `make test`")

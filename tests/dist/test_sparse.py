@@ -96,7 +96,6 @@ def wrong(server: Server, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.slow("the reference loop answers four times each, and a server starts again")
-@pytest.mark.timeout(600)
 def test_one_rank_with_small_chunks_cached_blocks_and_the_disk(
     start_server: StartServer, folder_of_model: Path, cases: list[Case], folder: Path
 ) -> None:
@@ -112,7 +111,6 @@ def test_one_rank_with_small_chunks_cached_blocks_and_the_disk(
     assert settle(server)[DISK_HIT_TOKENS] > 0
 
 
-@pytest.mark.timeout(600)
 def test_many_ranks_and_hand_over_by_tcp(
     borrow: StartServer, folder_of_model: Path, cases: list[Case]
 ) -> None:
@@ -122,7 +120,6 @@ def test_many_ranks_and_hand_over_by_tcp(
 
 
 @pytest.mark.full  # test_ep_exactness has it for another model.
-@pytest.mark.timeout(600)
 def test_rounded_inputs_give_the_same_tokens_at_every_width(
     borrow: StartServer, folder_of_model: Path, cases: list[Case]
 ) -> None:
@@ -138,7 +135,6 @@ def test_rounded_inputs_give_the_same_tokens_at_every_width(
     assert differences(cases, outputs[0]), "nothing was rounded"
 
 
-@pytest.mark.timeout(600)
 def test_preemption(borrow: StartServer, folder_of_model: Path, cases: list[Case]) -> None:
     growing = [
         case

@@ -175,7 +175,6 @@ def as_stranger(server: Server, **asked: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.more("handshakes that are refused are in the unit tests")
 @pytest.mark.slow("each attack waits a moment for an answer")
-@pytest.mark.timeout(600)
 def test_a_stranger_reads_nothing_and_disturbs_nobody(networked: Server) -> None:
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")

@@ -71,7 +71,6 @@ def test_reasoning_ends_within_its_budget(server: Server) -> None:
 
 
 @pytest.mark.more("drafts, with a server of its own; tests/unit/tokens has the masks")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_drafts_change_nothing(server: Server, mortal: StartServer, drafts: int) -> None:
     expected = [ids_of(server, budget) for budget in BUDGETS]

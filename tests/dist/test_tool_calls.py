@@ -201,7 +201,6 @@ def asked(request: pytest.FixtureRequest, requests: Asked) -> Asked:
     " mark on that begins calls."
 )
 @SERVED
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafts", [1, 3] if FULL else [2])
 def test_drafts_change_nothing(
     mortal: StartServer, folder: Path, asked: Asked, drafts: int
@@ -212,7 +211,6 @@ def test_drafts_change_nothing(
 
 
 @SERVED
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_units_that_are_killed(
     mortal: StartServer, folder: Path, asked: Asked, victim: str

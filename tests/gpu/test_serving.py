@@ -28,7 +28,6 @@ def cases() -> list[Case]:
     return make_cases(16, seed=43)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("num_ranks", "drafts"), [(1, 0), (2, 0), (1, 2), (2, 2)])
 def test_the_plain_loops_tokens(
     start_server: StartServer, cases: list[Case], num_ranks: int, drafts: int
@@ -47,7 +46,6 @@ def test_the_plain_loops_tokens(
     assert audit.status_code == 200, audit.text
 
 
-@pytest.mark.timeout(900)
 def test_a_killed_rank_costs_no_request(start_server: StartServer, cases: list[Case]) -> None:
     """Kill a rank: survivors keep their KV on the device; requests rejoin without reading the pool."""
     units = {"ranks": 2, "kv_memory_mb": 64}

@@ -24,10 +24,6 @@ CACHE = ROOT / ".pytest_cache"
 MAX_WORKERS = 8
 MAX_LIVE_WORKERS = 4
 """Maximum number of workers of the live part. Each has servers of up to eight processes."""
-PURE_TIMEOUT_S = 1800
-"""Timeout of a pure test. Pure tests never wait, so only an endless loop reaches it. Some compute
-for a minute, and for several on a busy machine.
-"""
 SOME_FAILED, NOTHING_TO_RUN = 1, 5
 """pytest's exit codes for failed tests and for a run without tests."""
 END_S = 60.0
@@ -58,8 +54,7 @@ def parts(paths: Sequence[str]) -> list[Part]:
         )
     if pure:
         num = min(MAX_WORKERS, num_cores)
-        limit = f"--timeout={PURE_TIMEOUT_S}"
-        made.append(Part("pure", ("-n", str(num), "--dist", "worksteal", limit, *pure), threads=1))
+        made.append(Part("pure", ("-n", str(num), "--dist", "worksteal", *pure), threads=1))
     return made
 
 
