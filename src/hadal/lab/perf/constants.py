@@ -1,7 +1,7 @@
 """All free constants of the step model, each with its unit, its physical bounds and its source.
 
-All other numbers in lab/perf are dimensions of the model, rows of the hardware table, or curves
-fitted to a published kernel table, with their residual (lab/perf/roofline, lab/perf/links).
+Other numbers in lab/perf are model dimensions, hardware rows, published measurements, or curves
+fitted to published kernel tables, with their residual (lab/perf/roofline, lab/perf/links).
 """
 
 from __future__ import annotations

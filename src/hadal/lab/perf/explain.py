@@ -1,6 +1,4 @@
-"""Price of a step and its breakdown: stages with their share, bounds and exposed time; one step as
-a trace (lab/perf/trace has successive steps).
-"""
+"""Price of a step, with a table of its stages (seconds, bound, exposed time) and a trace."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ class StageRow:
     """Op of the schedule; "step" for parts outside MoE layers, "post" for issuing and receiving."""
     name: str
     micro_batch_s: float
-    """Seconds in one layer, for the first micro-batch."""
+    """Seconds in one layer, for the first micro-batch; for a part outside, in the whole step."""
     seconds: float
     """Seconds in the whole step."""
     bound: str
@@ -81,9 +79,7 @@ class StepPrice:
 
     @property
     def micro_batch_layer_s(self) -> float:
-        """Seconds per micro-batch and MoE layer, as in DeepSeek's figures: the time of the layers
-        is divided between the micro-batches.
-        """
+        """Seconds per MoE layer and micro-batch (they share the time), as in DeepSeek's figures."""
         return self.walked.total_s / (max(self.num_layers, 1) * len(self.micro_batches))
 
     def finished(

@@ -1,6 +1,4 @@
-"""Warnings, as text for users, about inputs of a step outside the tables that the curves were
-fitted to. Does not depend on times.
-"""
+"""Warnings, as text, about inputs of a step outside the tables that the curves were fitted to."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ MHA_CONTEXT = (1024.0, 32768.0)
 LOW_LATENCY_RANKS = (8, 256)
 LOW_LATENCY_TOKENS = (16.0, 256.0)
 NORMAL_RANKS = (8, 64)
-"""Ranges of the tables named in lab/perf/roofline and lab/perf/links."""
+"""(lowest, highest) measured input of the tables named in lab/perf/roofline and lab/perf/links."""
 
 
 class PricedUnit(Protocol):
@@ -36,7 +34,7 @@ class PricedUnit(Protocol):
 def decode_flags(
     unit: PricedUnit, batch: MicroBatchLoad, kv_tokens: float, queries: int
 ) -> tuple[str, ...]:
-    """Return the extrapolated inputs of a decode micro-batch with `queries` tokens per request."""
+    """Return warnings about a decode micro-batch, with `queries` tokens of each request."""
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
         _outside("rows of an expert (masked grouped GEMM)", _expert_rows(unit, batch), MASKED_ROWS),
@@ -58,7 +56,7 @@ def decode_flags(
 
 
 def prefill_flags(unit: PricedUnit, batch: MicroBatchLoad, prompt_tokens: float) -> tuple[str, ...]:
-    """Return the extrapolated inputs of a prefill micro-batch."""
+    """Return warnings about a prefill micro-batch of prompts with `prompt_tokens` tokens."""
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
         _outside(

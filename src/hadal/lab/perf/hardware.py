@@ -11,7 +11,7 @@ TFLOPS = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Kind of GPU as deployed. FLOP/s are dense; rates of links are per GPU and one way."""
+    """Kind of GPU in its node. FLOP/s are dense; rates of links are per GPU and direction."""
 
     name: str
     hbm_bytes: float

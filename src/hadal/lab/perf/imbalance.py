@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 @lru_cache(maxsize=1024)
 def expected_maximum(num_ranks: int) -> float:
-    """Return the expected maximum of standard normals (Blom 1958): 2.07 of 32, 2.64 of 144."""
+    """Return the expected maximum of standard normals (Blom 1958): 2.07 for 32, 2.62 for 144."""
     if num_ranks <= 1:
         return 0.0
     return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
@@ -30,11 +30,11 @@ def expected_imbalance(
 ) -> float:
     """Return the expected maximum over mean of the rows per rank, in one layer of one micro-batch.
 
-    `mean_rows`: (token, expert) pairs per rank; they fall at random, so their share has variance
-    1/rows. Tokens of one text prefer the same experts. The unit's micro-batch has `num_texts`, each
-    with a relative deviation `affinity` over experts, averaged over a rank's expert slots.
-    `placed`: imbalance that the placement leaves over a whole run (1 is perfect). The result is at
-    most `num_ranks`: all rows on one rank.
+    `mean_rows`: (token, expert) pairs per rank, assigned at random: relative variance 1 /
+    `mean_rows`. `num_texts`: texts in the unit's micro-batch. Tokens of one text prefer the same
+    experts, with relative deviation `affinity`; it averages out over texts and over a rank's expert
+    slots. `placed`: imbalance that the placement leaves over a whole run (1 is perfect). The result
+    is at most `num_ranks`: all rows on one rank.
     """
     if num_ranks <= 1 or mean_rows <= 0.0:
         return 1.0

@@ -3,8 +3,8 @@ ops.
 
 Decode uses MLA's absorbed form over the latent cache, masked grouped GEMM and low-latency links.
 Prefill expands keys and values, multiplies contiguous groups and uses normal links. Kernels and
-their order follow DeepSeek's published decode and training profiles. Of schedules, only the op of
-each kernel is used.
+their order follow DeepSeek's published decode and training profiles. Each kernel names its op;
+nothing else depends on schedules.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ from hadal.perf.shapes import (
 )
 
 TOP_K_S = 34e-9
-"""Seconds per token to choose its experts: 141 us for 4,096 tokens in DeepSeek's training profile.
-"""
+"""Seconds per token to choose its experts: 141 us for 4,096 (DeepSeek's training profile)."""
 MAP_S = 59e-9
-"""Seconds per token to compute its positions among the rows of its experts: 241 us for 4,096 tokens
-in DeepSeek's training profile.
-"""
+"""Seconds per token to find its rows in experts: 241 us for 4,096 (DeepSeek's training profile)."""
 DENSE = "dense"
-"""Op name of a dense layer's network; no schedule has this op."""
+"""Op name of a dense layer's MLP; no schedule has this op."""
 _KNOWN_MAX = 4096
 
 
@@ -52,7 +49,7 @@ class MicroBatchLoad:
     num_pairs: float
     """Number of (query token, position it attends to) pairs."""
     context_tokens: float
-    """Tokens with their KV read, once per request; for prefill new and cached ones."""
+    """Tokens that attention reads from KV, once per request; in prefill new and cached ones."""
     mean_tokens: float
     """Tokens that a rank dispatches, mean over the unit."""
     expert_imbalance: float = 1.0
@@ -79,7 +76,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Shapes shared by all layers of a unit."""
+    """Kernels of a unit's layers, which all have the same shapes."""
 
     model: ModelConfig
     num_expert_slots: int
@@ -88,9 +85,7 @@ class Layer:
     _known: dict[tuple[Roofline, str, float], tuple[tuple[Kernel, ...], ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """Cache: (roofline, name, number of tokens) -> kernels that depend on nothing else. A simulated
-    unit repeats a few numbers of tokens.
-    """
+    """Kernels by (roofline, name, number of tokens): a simulated unit repeats a few numbers."""
 
     def decode(
         self, line: Roofline, batch: MicroBatchLoad, links_s: tuple[float, float]
@@ -109,7 +104,7 @@ class Layer:
         )
 
     def _decode_rest(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
-        """Return kernels before core attention, from it to dispatch, and of the shared expert."""
+        """Return kernels (before core attention, between it and dispatch, of the shared expert)."""
         model = self.model
         heads, rank = model.num_attention_heads, model.kv_lora_rank
         turned = tokens * heads * (2 * model.qk_rope_head_dim + model.latent_dim) * BF16_BYTES
@@ -166,7 +161,7 @@ class Layer:
         )
 
     def dense(self, line: Roofline, batch: MicroBatchLoad) -> tuple[Kernel, ...]:
-        """Return the kernels of a dense layer's network; its attention is that of an MoE layer."""
+        """Return the kernels of a dense layer's MLP; its attention is that of an MoE layer."""
         return self._once(line, DENSE, batch.num_tokens, self._dense_mlp)[0]
 
     def _dense_mlp(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
@@ -219,8 +214,8 @@ class Layer:
         )
 
     def _absorbed_core_attention(self, line: Roofline, batch: MicroBatchLoad) -> Kernel:
-        """Return core attention over the pairs that are not left out. A request's latents are read
-        once; with an indexer each token reads its selected ones.
+        """Return core attention over the pairs that are not left out. It reads a request's latents
+        once, or one latent per pair if an indexer leaves fewer pairs.
         """
         model = self.model
         pairs = batch.num_pairs * (1.0 - left_out(model, batch.num_tokens, batch.num_pairs))
@@ -350,7 +345,6 @@ def op_seconds(kernels: Sequence[Kernel], post_s: float) -> OpSeconds:
 
 
 def kernels_of(kernels: Sequence[Kernel], *ops: str) -> list[Kernel]:
-    """Return the kernels of these ops."""
     return [kernel for kernel in kernels if kernel.op in ops]
 
 

@@ -29,7 +29,6 @@ class LinkCurve:
     """Fitted parameters of one direction (dispatch or combine) of one mode."""
 
     fixed_s: float
-    """Fixed latency."""
     nic_share: float
     """Share of the NIC's rate that is reached."""
     nvlink_share: float
@@ -87,9 +86,7 @@ def expected_holders(model: ModelConfig, num_holders: float) -> float:
 
 
 def remote_holders(model: ModelConfig, num_holders: float) -> float:
-    """Return the expected number of distinct holders of a token's experts except for the token's
-    own holder: 2.36 of 4 nodes.
-    """
+    """Return the expected number of holders besides the token's own: 2.36 of 4 nodes for V3."""
     return (
         expected_holders(model, num_holders) * (1.0 - 1.0 / num_holders)
         if num_holders > 1.0
@@ -98,7 +95,7 @@ def remote_holders(model: ModelConfig, num_holders: float) -> float:
 
 
 class Links:
-    """Links of one rank in a unit of `num_ranks`."""
+    """Bytes and times of one rank's exchanges in a unit of `num_ranks`."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""Prices of a GPU-hour by kind of GPU, if a source states one; otherwise the user gives it. Does
-not depend on speeds.
-"""
+"""Prices of a GPU-hour by kind of GPU, if a source states one; the user gives the others."""
 
 from __future__ import annotations
 

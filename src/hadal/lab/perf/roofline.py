@@ -4,11 +4,11 @@ jumps.
     seconds = launch + (compute^s + memory^s)^(1/s)
 
 compute = FLOPs of padded shapes over the reached rate of tensor cores, plus a floor for the loop
-over k; memory = bytes over the reached bandwidth. Each curve has few parameters, fitted to
-published H800 tables, with their residual. On other hardware two parts scale separately: tensor
-cores (up to TENSOR_SHARE of their peak) with FLOP/s, and the work of CUDA cores (scaling, softmax,
-epilogues) with the number of SMs. Times grow with rows, lengths and experts, so a larger step is
-never cheaper.
+over k; memory = bytes over the reached bandwidth; s = sharpness. Each curve has few parameters,
+fitted to published H800 tables, with their residual. On other hardware two parts scale separately:
+tensor cores (up to TENSOR_SHARE of their peak) with FLOP/s, and the work of CUDA cores (scaling,
+softmax, epilogues) with the number of SMs. Times grow with rows, lengths and experts, so a larger
+step is never cheaper.
 """
 
 from __future__ import annotations
@@ -26,15 +26,11 @@ FP4, FP8, BF16 = "fp4", "fp8", "bf16"
 DTYPE_BYTES = {FP4: 0.5 + 1 / 16, FP8: float(FP8_BYTES), BF16: float(BF16_BYTES)}
 """Bytes per weight. NVFP4 has an FP8 scale per 16 values."""
 TENSOR_SHARE = 0.875
-"""Share of peak FLOP/s that tensor cores sustain under load: 865 of 989 TFLOPS on a throttled H800
-(FlashMLA deep-dive).
-"""
+"""Sustained share of peak FLOP/s: 865 of 989 TFLOPS on a throttled H800 (FlashMLA deep-dive)."""
 COOL_TENSOR_SHARE = 0.95
-"""Share of peak FLOP/s that tensor cores sustain if power is no limit (H20)."""
+"""Sustained share of peak FLOP/s on GPUs that are not power-limited (H20)."""
 TILE_ROWS = 32.0
-"""Rows per group that tiles of 64 rows waste on average. Fitted padding above this is time that
-tiles wait for their weights.
-"""
+"""Rows per group that 64-row tiles waste on average; padding above it is waiting for weights."""
 
 
 class Timed(NamedTuple):
@@ -56,7 +52,7 @@ class Curve:
     sharpness: float
     """Exponent of the soft maximum."""
     pad_rows: float = 0.0
-    """Fixed cost of a group, in rows on H800; above TILE_ROWS it scales with HBM, not FLOP/s."""
+    """Fixed cost of a group, in rows on H800. Beyond TILE_ROWS it scales with HBM, not FLOP/s."""
     pad_k: float = 0.0
     """Cost of a tile's prologue and epilogue, in channels of k (FP8)."""
     floor_s_per_k: float = 0.0
@@ -130,7 +126,7 @@ CURVES = {
 
 
 class Roofline:
-    """Curves on one hardware, with a share of its SMs; communication has the other SMs.
+    """Curves on one kind of GPU, with `sm_share` of its SMs; communication uses the other SMs.
 
     `is_sustained`: True if tensor cores are busy long enough for a power-limited GPU to lower its
     clock.
@@ -182,7 +178,7 @@ class Roofline:
         return (1.0 / (tensor_share * peak) + cuda_cores_s) / self._speed
 
     def gemm(self, rows: float, n: int, k: int, dtype: str = FP8) -> Timed:
-        """Price [rows, k] times [k, n]: activations like weights, but at least FP8; output BF16."""
+        """Price [rows, k] x [k, n]. Activations: as weights, but at least FP8. Output: BF16."""
         return self._gemms(DENSE, rows, 1.0, 1.0, n, k, dtype)
 
     def batched(self, rows: float, groups: int, n: int, k: int) -> Timed:
@@ -192,24 +188,21 @@ class Roofline:
     def grouped(
         self, curve: Curve, rows: float, num_experts: int, n: int, k: int, dtype: str = FP8
     ) -> Timed:
-        """Price a grouped GEMM of `rows` spread at random over `num_experts`. Only the weights of
-        experts with rows are read.
-        """
+        """Price a grouped GEMM: `rows` spread at random, weights read only for experts with rows."""
         hit = (
             num_experts * -math.expm1(rows * math.log1p(-1.0 / num_experts))
             if num_experts > 1
             else 1.0
         )
-        hit = min(
-            hit, rows
-        )  # Below 1 row (a mean over steps), the formula above would exceed the rows.
+        # For less than 1 row (a mean over steps), the formula above exceeds the number of rows.
+        hit = min(hit, rows)
         return self._gemms(curve, rows, hit, hit, n, k, dtype)
 
     def _gemms(
         self, curve: Curve, rows: float, padded: float, read: float, n: int, k: int, dtype: str
     ) -> Timed:
-        # The epilogue stores BF16 for every type, so its time does not depend on the type: it is
-        # half as many of BF16's slower channels, and twice as many of FP4's.
+        # pad_k counts FP8 channels. The epilogue stores BF16 for every type in the same time: that
+        # of half as many channels of BF16, which are slower, or twice as many of FP4.
         pad_k = curve.pad_k * {FP4: 2.0, FP8: 1.0, BF16: 0.5}[dtype]
         row_flops = 2.0 * (k + pad_k) * n
         tiles = padded * min(curve.pad_rows, TILE_ROWS)

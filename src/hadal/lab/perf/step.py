@@ -1,13 +1,13 @@
 """Price of one step of a DeepSeek-V3/R1 unit in seconds, from first principles, under the schedules
-that serve.
+of overlap/plan.
 
     model = StepModel(num_ranks=144, hardware=HARDWARE["h800"])
     model.decode(88, 4989, mtp_tokens=1).seconds
 
 A step consists of host work, dense layers, MoE layers walked by perf/price in the order of
-execution, draft layers and the output head. `auto` takes the cheapest of all schedules. Inputs are
-sizes. A mean over ranks may be fractional; a batch below 2 is not cut into micro-batches. Does not
-depend on requests or clocks.
+execution, draft layers and the output head. `auto` chooses the cheapest schedule. Inputs are sizes,
+and may be fractional because they are means over ranks. A batch below 2 is not cut into two
+micro-batches. Does not depend on requests or clocks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ from hadal.perf.shapes import (
 
 AUTO = "auto"
 MTP_ACCEPT = 0.8
-"""Share of verified drafts (speculative tokens) that are accepted: 80-90 % for the second token
-(arXiv 2505.09343).
-"""
+"""Acceptance rate of drafts (speculative tokens), 80-90 % for the second (arXiv 2505.09343)."""
 REDUNDANT = 32
 """Expert replicas in addition to one of each expert, in DeepSeek's units (inference overview)."""
 PLACED_BY_NODES = 1.16
@@ -52,9 +50,7 @@ caller passes as `placed`.
 
 
 def redundant_default(model: ModelConfig, num_ranks: int) -> int:
-    """Return DeepSeek's 32 redundant experts if the slots then divide evenly over the ranks; else
-    the fewest that do; 0 for one rank.
-    """
+    """Return REDUNDANT if slots divide evenly over ranks, else the fewest that do; 0 for 1 rank."""
     if num_ranks == 1:
         return 0
     if (model.n_routed_experts + REDUNDANT) % num_ranks == 0:
@@ -219,9 +215,9 @@ class StepModel:
         mtp_tokens: int = 0,
         num_draft_rows: float | None = None,
     ) -> StepPrice:
-        """Price a step of given micro-batches, as simulators use it. `num_rows` rows go through the
-        output head, then `num_draft_rows` for each of `mtp_tokens` new drafts. None: the step
-        verifies as many drafts as it makes.
+        """Price a step of given micro-batches, for simulators. `num_rows` rows go through the
+        output head, then `num_draft_rows` for each of `mtp_tokens` new drafts. None: the rows of a
+        step that verifies as many drafts as it makes.
         """
         return self._price(phase, schedule, micro_batches, mtp_tokens, num_rows, num_draft_rows)
 

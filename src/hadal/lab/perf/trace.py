@@ -6,11 +6,8 @@
     compute mb1                ......aaacccg>......EEE>.                 its exchanges, and exposed waits
     requests, KV positions, expert imbalance: counters
 
-Parts outside the MoE layers are in the step's own track. Layers of drafts are drawn with the MoE
-layers, and the drafts' projection after them. A price is that of the slowest rank, and so are the
-counters.
-
-Prices nothing.
+Parts outside the MoE layers are in the step's own track. Draft layers are drawn with the MoE
+layers, the draft projection after them. Prices and counters are those of the slowest rank.
 """
 
 from __future__ import annotations
@@ -28,13 +25,13 @@ from hadal.lab.perf.explain import DENSE_LAYERS, StepPrice
 from hadal.overlap.trace import chrome_trace
 
 STEP = "step"
-"""Lane of a step's own track."""
+"""Track of a step's parts outside the MoE layers."""
 _SLACK_S = 1e-9
 
 
 def steps_trace(unit: str, steps: Sequence[tuple[float, StepPrice]]) -> dict[str, Any]:
     """Return a Trace Event Format object of successive steps, given as (begin in seconds, price).
-    Its times are in us from the first begin.
+    Its times are in us from the begin of the first step.
 
     A step that begins before the end of the previous one only adds to the counters and is not
     drawn. Raises ValueError for begins that are not finite or not in order.
@@ -89,7 +86,7 @@ def _counted(priced: StepPrice) -> Iterator[tuple[str, float]]:
         sum(batch.context_tokens for batch in batches),
     )
     if priced.phase == DECODE:
-        # pairs = context x (1 + drafts) and tokens = requests x (1 + drafts).
+        # pairs = context x (1 + drafts), tokens = requests x (1 + drafts): solve for requests.
         pairs = sum(batch.num_pairs for batch in batches)
         yield "requests", round(tokens * context / pairs, 3) if pairs else 0.0
     else:
