@@ -188,7 +188,7 @@ class Roofline:
     def grouped(
         self, curve: Curve, rows: float, num_experts: int, n: int, k: int, dtype: str = FP8
     ) -> Timed:
-        """Price a grouped GEMM: `rows` spread at random, weights read only for experts with rows."""
+        """Price a grouped GEMM: `rows` spread at random; weights read of experts with rows only."""
         hit = (
             num_experts * -math.expm1(rows * math.log1p(-1.0 / num_experts))
             if num_experts > 1

@@ -6,10 +6,10 @@ loads that are as skewed as measured ones.
     shares.one_micro_batch(mean_rows, rng)                      rows by rank, with chance
 
 An expert's load is log-normal: in each layer the sum of a deviate of its gate group and one of its
-own, both stretched by a factor of the layer. The deviations are fitted to SGLang's
-published loads of DeepSeek-V3/R1, 256 experts in 58 layers (five prefill and three decode workloads
-of its reproduction kit for large-scale expert parallelism): to the mean over layers of maximum over
-mean of ranks, with experts in order and with our placement, and to the heaviest experts.
+own, both stretched by a factor of the layer. The deviations are fitted to SGLang's published loads
+of DeepSeek-V3/R1, 256 experts in 58 layers (five prefill and three decode workloads of its
+reproduction kit for large-scale expert parallelism): to the mean over layers of maximum over mean
+of ranks, with experts in order and with our placement, and to the heaviest experts.
 
 Maximum over mean, measured (drawn). 32 prefill ranks: experts in order 1.78 (1.74), groups kept on
 nodes 1.16 (1.15), placed by the balancer that serves 1.01 (1.01). 144 decode ranks: in order 3.72

@@ -58,9 +58,7 @@ class StepWork(NamedTuple):
     """Imbalance of experts, mean of the micro-batches."""
     num_micro_batches: int
     context_tokens: int
-    """Tokens with their KV read. Prefill: new and earlier ones, once per chunk. Decode: equal to
-    `positions`.
-    """
+    """Tokens read from KV. Prefill: new and earlier ones, per chunk. Decode: as `positions`."""
 
 
 NO_WORK = StepWork(0, 0, 0, 0, 0, 1.0, 1, 0)
@@ -73,7 +71,7 @@ class PrefillRunner:
         self.work = NO_WORK
         """Figures of the last step."""
         self.ranks: tuple[list[int], list[int]] = [0] * model.num_ranks, [0] * model.num_ranks
-        """Work of the last step: tokens by rank, and (token, position) pairs by rank."""
+        """Work of the last step by rank: tokens, and (token, position) pairs."""
         self.price: StepPrice | None = None
         """Price of the last step, for lab/perf/explain."""
         self.slow: dict[int, float] = {}
@@ -82,9 +80,7 @@ class PrefillRunner:
         self._model = model
         self._output_tokens = output_tokens
         self._pairs_token = pairs_per_token(model)
-        """Pairs of core attention that take as long as the other work on one token; used to find
-        the slowest rank.
-        """
+        """Result of `pairs_per_token`; used to find a micro-batch's slowest rank."""
 
     def run(self, plans: Sequence[PrefillPlan]) -> StepDone:
         """Return the step's result; the step takes its `elapsed_s`."""
@@ -193,9 +189,7 @@ def _work_of(
 
 
 def pairs_per_token(model: StepModel) -> float:
-    """Return the number of (token, position) pairs of core attention that take as long as a rank's
-    other work on one token.
-    """
+    """Return how many core-attention pairs take as long as a rank's other work on one token."""
 
     def own_s(num_tokens: float, num_pairs: float) -> float:
         batch = MicroBatchLoad(num_tokens, num_pairs, num_tokens, 4096.0, 1.0)

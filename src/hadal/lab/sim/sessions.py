@@ -62,16 +62,12 @@ class SystemPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadParams:
-    """Parameters of a day's requests. Times in seconds, lengths in tokens. Raises ValueError for
-    impossible ones.
-    """
+    """Parameters of a day's requests (seconds, tokens). Raises ValueError for impossible ones."""
 
     sessions_per_day: float = 103.0e6
     """Sessions that begin per day. Fitted to the published 608 B tokens in."""
     share_r1: float = 0.533
-    """Share of sessions with R1; the others are with V3. Fitted to the published mean KV length per
-    output token, 4,989.
-    """
+    """Share of sessions with R1, others with V3. Fitted to the published mean KV length, 4,989."""
     continue_share: float = 0.3187
     """Probability that a first turn is followed by another, mean over sessions. Fitted to the
     published hits, 56.3 % of tokens in.
@@ -134,18 +130,13 @@ class WorkloadParams:
         SystemPrompt(0.06, 1200),
         SystemPrompt(0.04, 2500),
     )
-    """System prompt of each tenant, in order. Assumed: a few popular ones of some hundred tokens;
-    many chats have none.
-    """
+    """System prompt of each tenant, in order. Assumed: a few popular ones; many chats have none."""
     context: int = 65_536
-    """Longest prompt and answer together: a session ends before a turn that would be longer. The
-    API's limit at that time.
-    """
+    """Longest prompt and answer together (the API's limit then); a longer turn ends the session."""
     first_token_s: float = 1.5
     """Time to an answer's first token; it delays the next turn."""
     token_s: float = 1 / 21
-    """Time per token of an answer; it delays the next turn. Published: 20 to 22 tokens/s per user.
-    """
+    """Time per token of an answer, before the next turn. Published: 20 to 22 tokens/s per user."""
     shares: tuple[float, ...] = DEEPSEEK_SHARES
     """Shares of the day's load, by hour from 12:00 Beijing time."""
     lead_s: float = 240.0

@@ -4,7 +4,7 @@ The chance is drawn from the request's seed and the token's place in its output.
 the same drafts accepted in every run, independent of other requests and of the number of drafts.
 Does not depend on steps or prices.
 
-Shapes: S slots of all ranks; K of them, by index.
+Shapes: S slots of all ranks; K slots that a step computes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SimulatedDrafts:
 _CHANCE_BITS = 53
 """Bits of a chance: the precision of a float."""
 _OF_SEED, _OF_TOKEN = 0xD1342543DE82EF95, np.uint64(0x9E3779B97F4A7C15)
-"""Odd 64-bit multipliers, unrelated to each other, so that (seed, place) pairs hash independently."""
+"""Odd, unrelated 64-bit multipliers, so that (seed, tokens left) pairs hash independently."""
 
 
 def _mixed(values: Chances) -> Chances:

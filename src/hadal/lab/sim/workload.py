@@ -89,9 +89,7 @@ class Workload:
 
     @property
     def tokens_findable(self) -> Ints:
-        """Tokens of each prompt that an infinite cache could hit: full blocks, without the prompt's
-        last token.
-        """
+        """Tokens that an infinite cache could hit: full blocks, without a prompt's last token."""
         return np.asarray(
             np.minimum(self.tokens_in - 1, self.tokens_seen) // BLOCK_TOKENS * BLOCK_TOKENS
         )
@@ -159,9 +157,7 @@ class Workload:
 
 
 def concatenate(workloads: list[Workload]) -> Workload:
-    """Return the requests of all workloads by arrival; ties keep the order of the list. None of the
-    workloads may have parts.
-    """
+    """Return all requests by arrival, ties in the order of the list. No workload may have parts."""
     columns: dict[str, Any] = {
         field.name: np.concatenate([getattr(workload, field.name) for workload in workloads])
         for field in fields(Workload)

@@ -2,10 +2,10 @@
 (lab/sim/day/disk_replay).
 
 One session in `scale` uses a cache of 1/`scale` of the bytes (SHARDS, see Workload.sample).
-Evictions depend on the bytes that arrive between two uses over the cache's size, and both shrink
-alike. A prompt's blocks are written when they are computed. An answer's blocks are written when it
-is complete, including R1's reasoning: decode writes all blocks that it fills, because it cannot
-foresee the next turn.
+Evictions depend on the ratio of the bytes written between two uses to the cache's size, and both
+shrink alike. A prompt's blocks are written when they are computed. An answer's blocks are written
+when it is complete, including R1's reasoning: decode writes all blocks that it fills, because it
+cannot foresee the next turn.
 
 Bytes are those of DeepSeek-V3: 61 layers x 576 values x 2 bytes per token.
 """
@@ -100,7 +100,7 @@ class CacheDay:
         }
 
     def hits_by_idle(self) -> tuple[Ints, Floats]:
-        """Return findable own-session tokens, and the share found, by interval of IDLE_EDGES_S."""
+        """Return (findable tokens of own sessions, share found), by interval of IDLE_EDGES_S."""
         return self._hits_by(self.workload.idle_s, IDLE_EDGES_S)
 
     def found_share(self, at_s: Floats, idle_s: Floats) -> Floats:
@@ -122,8 +122,8 @@ class CacheDay:
         return np.interp(self._ratio(at_s, idle_s), middle[known], share[known])
 
     def tokens_expected(self, workload: Workload) -> Floats:
-        """Return the expected cached tokens of each request of another workload. Meant for a larger
-        sample than the cache's own, which has less noise.
+        """Return the expected cached tokens of each request of another workload: a larger sample
+        than the cache's own has less noise.
         """
         shared, own = tokens_shared_own(workload)
         share = np.where(own > 0, self.found_share(workload.arrival_s, workload.idle_s), 0.0)
@@ -167,10 +167,8 @@ def simulate_cache(
     keeps_reasoned: bool = True,
 ) -> CacheDay:
     """Simulate one day from second 0, after `warm_s` of the same load. A day fills the default
-    budget, and Arc needs some hours more to learn how to divide it.
-
-    `keeps_reasoned`: True if answers that began with reasoning are written like all others, though
-    no next turn can use them.
+    budget, and Arc needs some hours more to learn how to divide it. `keeps_reasoned`: True if
+    answers that began with reasoning are written like all others, though no next turn can use them.
     """
     workload = generate(params, -warm_s, DAY_S, rng, scale)
     end_s = workload.arrival_s + params.first_token_s + workload.tokens_out * params.token_s
@@ -191,9 +189,8 @@ def replay(
     scale: float = 1.0,
 ) -> CacheDay:
     """Run requests through a cache of `num_disk_slots`. Requests before second 0 warm it and are
-    not counted.
-
-    `end_s`: time at which each answer is complete and written; inf: it is never written.
+    not counted. `end_s`: time at which each answer is complete and written; inf: it is never
+    written.
     """
     disk = DiskReplay(num_disk_slots, policy)
     last_use_s: dict[bytes, float] = {}

@@ -30,9 +30,8 @@ class DemandClock:
     """Load clock of a day that repeats."""
 
     def __init__(self, shares: Sequence[float] = DEEPSEEK_SHARES) -> None:
-        """`shares`: load of each of 24 hours, starting at second 0; they are scaled to a sum of 1.
-
-        Raises ValueError unless there are 24, all positive.
+        """`shares`: load of each hour from second 0 on, scaled to a sum of 1. Raises ValueError
+        unless there are 24, all positive.
         """
         if len(shares) != 24 or min(shares) <= 0:
             raise ValueError(
@@ -75,9 +74,8 @@ def _cumulative(shares: Floats, seconds: Floats) -> Floats:
     edges[-1] = DAY_S
     secant = shares * 24  # Load per second within each hour.
     before = np.roll(secant, 1)
-    slope = (
-        2 * before * secant / (before + secant)
-    )  # Rate where an hour begins. At most twice the smaller secant, so the cubic is monotone.
+    # Rate where an hour begins: at most twice the smaller secant, so the cubic is monotone.
+    slope = 2 * before * secant / (before + secant)
     hour = np.minimum(seconds // HOUR_S, 23).astype(np.int64)
     x = seconds / HOUR_S - hour
     first, last = slope[hour], np.roll(slope, -1)[hour]

@@ -35,8 +35,7 @@ from hadal.policy.demand import DAY_S
 REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
 """Requests per rank at which a decode unit is measured, up to its largest batch (`points_at`)."""
 NEAR = 1.05
-"""Smallest ratio of the batches of two points; between nearer points noise would look like a slope.
-"""
+"""Smallest ratio of neighbouring batches; between nearer points noise looks like a slope."""
 OVERLOAD = 1.5
 """Load of a measured prefill unit as a multiple of its priced throughput."""
 _AT_S = 0.4 * DAY_S

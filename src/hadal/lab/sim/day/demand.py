@@ -27,7 +27,7 @@ from hadal.lab.sim.workload import Workload
 from hadal.policy.demand import DAY_S, DayShape
 
 SAMPLE = 100
-"""Sampling rate: one session in SAMPLE is drawn, or more if fewer than SESSIONS_MIN are left."""
+"""Sampling rate: one session in SAMPLE is drawn, or more to reach SESSIONS_MIN sessions."""
 SESSIONS_MIN = 1_000_000
 CACHE_SESSIONS_MIN = 1_000
 """Minimum number of sessions for the cache's sample; with fewer, its hits are too noisy."""
@@ -136,8 +136,8 @@ class DayDemand:
 
 
 def cache_day(study: Study) -> CacheDay:
-    """Run the day through the cache's ledgers, with one session in `cache.sample`, or more of them
-    if fewer than CACHE_SESSIONS_MIN are left.
+    """Run the day through the cache's ledgers, with one session in `cache.sample`, or with more
+    sessions to reach CACHE_SESSIONS_MIN.
     """
     cache = study.cache
     sample = max(1.0, min(cache.sample, study.workload.sessions_per_day / CACHE_SESSIONS_MIN))
@@ -157,7 +157,6 @@ def sample_of(params: WorkloadParams) -> int:
 
 def day_demand(study: Study, cache: CacheDay | None, scale: int = 0) -> DayDemand:
     """Draw the day's sample. `cache` None: no cache, so no hits. `scale` 0: as `sample_of` returns.
-
     Raises ConfigError if an hour of the day has no request.
     """
     scale = scale or sample_of(study.workload)

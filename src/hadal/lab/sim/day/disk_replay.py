@@ -2,9 +2,8 @@
 index, the classes that serve, without files.
 
 Calls come in the order of the live system: the leader looks up a chain and counts uses, reports
-them to the writer every 2 s, and allocates disk slots 32 blocks at a time.
-
-Does not depend on sessions or sizes.
+them to the writer every 2 s, and allocates disk slots 32 blocks at a time. Does not depend on
+sessions or sizes.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class DiskReplay:
         return written, dropped
 
     def check(self) -> list[str]:
-        """Return problems: inconsistent disk slots, or an index with other blocks than these."""
+        """Return problems: inconsistent disk slots, or another number of blocks in the index."""
         problems = self.disk_slots.check()
         if len(self.disk_slots) != len(self.index):
             problems.append(

@@ -45,7 +45,7 @@ class Faults:
 
 
 class FluidDay:
-    """One run. `start` and all times that the fleet receives are times by the clock of the day."""
+    """One run. `start` and times that the fleet receives are seconds since midnight."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class FluidDay:
         return hours.done()
 
     def run_day(self) -> Day:
-        """Run a day."""
+        """Run 24 hours and return their sums by hour."""
         return self.run(round(DAY_S / self._step_s))
 
     def step(self) -> None:

@@ -2,7 +2,7 @@
 
 The run begins EARLY_HOURS before the day with an empty fleet, so the ramp-up is not part of the
 day. Times are Beijing's clock, as the fleet sees it; hours are counted from second 0, noon, as in
-all of lab/sim/day. Has no single requests.
+all of lab/sim/day. Single requests are not simulated.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     settle | measured seconds |        requests that run at the start have part of their output
 
-The fluid day's middle of the hour gives the units. Input and output are values, so hours can be
-simulated in other processes. Does not depend on the fleet role or on other hours.
+Its units are those of the fluid day in the middle of the hour. Input and output are values, so
+hours can be simulated in other processes. Does not depend on the fleet role or on other hours.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class HourSetting:
     """Hours since second 0."""
     units: Units
     token_s: float
-    """Seconds per output token before the start. It determines how many requests run at the start,
-    and how much output they have.
-    """
+    """TPOT before the start, seconds: sets how many requests run at the start, and their output."""
     first_token_s: float
     """TTFT before the start, seconds."""
 
@@ -54,9 +52,7 @@ class HourWindow:
     setting: HourSetting
     reading: Reading
     hit_share: float
-    """Share of prompt tokens that were cached on disk and not computed anyway, over the requests
-    that were not running at the start.
-    """
+    """Share of prompt tokens cached and not computed, over requests not running at the start."""
     num_running: int
     """Number of requests that had output at the start."""
     num_came: int
@@ -79,9 +75,7 @@ def run_hour(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection meanwhile. A fleet is millions of long-lived objects with hardly a
-    cycle, and collections took a third of the time.
-    """
+    """Disable garbage collection inside: it took a third of the time, and cycles are rare."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -132,9 +126,7 @@ def _run_hour(
 
 
 def requests_of(drawn: Window, begin_s: float, *, has_cache: bool) -> Requests:
-    """Return a window's requests for a world. Its second 0 is `begin_s`; requests that arrived
-    before get arrival time 0.
-    """
+    """Return a window's requests with times since `begin_s`; earlier arrivals get time 0."""
     came = drawn.workload
     cached = drawn.tokens_cached if has_cache else np.zeros(len(came), np.int64)
     return Requests(

@@ -28,13 +28,13 @@ class Hour:
     tokens_prefilled: float
     tokens_out: float
     prefill_use: float
-    """Tokens prefilled over the tokens that the prefill units that were up could do."""
+    """Tokens prefilled over the capacity of the prefill units that were up."""
     batch_mean: float
     """Mean number of requests per decode rank that was up."""
     tokens_per_s_user: float
     """Output tokens/s of a request while it is in decode."""
     wait_s_max: float
-    """Longest time, over the hour's steps, to work off both queues with the units of that step."""
+    """Longest time, over the hour's steps, to work off both queues at the speed of that step."""
 
 
 @dataclass(frozen=True, slots=True)

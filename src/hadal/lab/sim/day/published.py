@@ -60,13 +60,14 @@ class DemandCurve:
     tokens_out: float = TOKENS_OUT
     """Output tokens per day."""
     tokens_in_request: float = 3_800.0
-    """Mean prompt tokens per request. Not published. The published mean KV length of 4,989 implies
-    3,400 to 3,900 for any spread of lengths (E[O (I + O/2)] / E[O] with I/O = 608/168).
+    """Mean prompt tokens per request, not published. The published mean KV length of 4,989 implies
+    3,400 to 3,900 if outputs deviate by 1.5 to 1 times their mean (E[O (I + O/2)] / E[O], I/O =
+    608/168).
     """
     shape: DayShape = SHAPE
     rate: Callable[[float], Any] | None = None
     """Seconds since noon in Beijing -> load per second, with a daily mean of 1. None: as `shape`,
-    the only demand that a fleet may use.
+    which is all that a fleet role may use.
     """
 
     def requests_per_s(self, time_s: float) -> float:

@@ -349,7 +349,7 @@ def _guess(study: Study, fluid: FluidResult) -> Floats:
 
 
 def _first_token_s(window: HourWindow) -> float | None:
-    """Return the mean TTFT of a window; None if no first token came."""
+    """Return the mean TTFT of a window; None if it has no first token."""
     return float(window.reading.ttft_s.mean()) if len(window.reading.ttft_s) else None
 
 

@@ -35,7 +35,7 @@ from hadal.stats.prices import ModelPrices, micro_usd, price_list
 PB = 1e15
 CACHE_POLICIES: dict[str, type[Arc | Lru]] = {"arc": Arc, "lru": Lru}
 _NUM_MAX = 1_000_000
-"""Limit of concurrent requests, never reached: a day peaks at a hundred thousand and more."""
+"""Limit of concurrent requests, far above a day's peak of about a hundred thousand."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class UnitsStudy:
     use: float
     """Highest mean utilization of a unit."""
     request_balance: str = AUTO
-    """auto, no_moves (decode), off, or turns: each request to the next rank."""
+    """auto, no_moves (decode only), off, or turns (each request goes to the next rank)."""
     expert_balance: str = AUTO
     """auto: replicas for the most loaded experts. off: spread evenly, independent of the loads."""
 
@@ -84,7 +84,7 @@ class FleetStudy:
     start_fail_share: float = 0.0
     """Share of starts that fail."""
     hold_s: float = 1800.0
-    """Seconds without need, past and expected, after which a unit is stopped."""
+    """A unit is stopped if it was not needed for this long and will not be for as long, seconds."""
     hours_between_failures: float = 0.0
     """Mean hours between failures of one node; 0: nodes do not fail."""
     noise: float = 0.02
@@ -102,8 +102,7 @@ class WindowStudy:
     settle_s: float = 4.0
     """Simulated time before the measured time, in which running requests are placed."""
     first_token_s: float = 3.5
-    """Assumed TTFT: requests that arrived this time before the start are in prefill at the start.
-    """
+    """Assumed TTFT: requests that arrived up to this long before the start are in prefill then."""
     back_s: float = 3600.0
     """Sittings that began up to this time before the window are included."""
 
@@ -120,12 +119,12 @@ class Study:
     tpot_ms: float = 200.0 / 3.0
     """TPOT target at all times: 15 tokens/s. Only the reached mean was published, no target."""
     chunk_tokens: int = 24_576
-    """Maximum number of tokens of a rank in a prefill step. Ranks get two thirds of it on average
+    """Maximum number of tokens of a rank in a prefill step. Ranks get two thirds on average
     (roles/prefill/prompts): the 16K per GPU of the published prefill profile.
     """
     drafts: int = 1
-    """Speculative tokens per request in each decode step, a constant number (UnitsConfig.drafts).
-    Not published; DeepSeek's profile of decode shows one.
+    """Speculative tokens per request in each decode step (UnitsConfig.drafts). Not published;
+    DeepSeek's profile of decode shows one.
     """
     mtp_accept: float = MTP_ACCEPT
     """Probability that a draft is accepted if all drafts before it were."""

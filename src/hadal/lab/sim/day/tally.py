@@ -94,7 +94,7 @@ def nodes_facts(study: Study, fluid: FluidResult) -> list[NodesFact]:
 
 
 def day_report(tally: Tally, nodes: Sequence[NodesFact], by: str = HOUR) -> Report:
-    """Return the report of the day, as the published table has it."""
+    """Return the report of the day from noon to noon in Beijing, by hour unless `by` is given."""
     begin_us = round(BEGIN_S * _US)
     return report(
         tally, nodes, begin_us, begin_us + round(DAY_S) * _US, by=by, utc_offset_s=BEIJING_S

@@ -116,9 +116,8 @@ class Engine:
             batch = np.minimum(0.5 * (held + guess) / num_ranks, self.model.batch_max)
             tau_s = self.tokens_out_request * self.model.tpot_s(batch)
             stay = np.exp(-step_s / tau_s)
-            per_request = (
-                tau_s / step_s * (1.0 - stay)
-            )  # Share of the inflow that is still on the unit at the end of the step.
+            # Share of the inflow that is still on the unit at the end of the step.
+            per_request = tau_s / step_s * (1.0 - stay)
             room = (
                 np.maximum(0.0, (self.model.batch_max * num_ranks - held * stay) / per_request)
                 * is_open

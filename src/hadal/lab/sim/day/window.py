@@ -2,13 +2,13 @@
 cached part of their prompts.
 
 Conversations last for days, and a day has 170 million requests: too many to draw for one minute.
-That is not necessary either. Sittings, first and later ones alike, begin at a constant rate by the
-load clock (lab/sim/sessions). In a window much shorter than a rest, the start of a sitting is
-independent of the other sittings of its session. So sessions are drawn whole, and each of their
-sittings is put at a random time in the window or shortly before it. Its history is known without
-simulation: the prompt's length, its previously computed part, and the time of that.
+That is not necessary either. Sittings (turns without a long rest between them) begin at a constant
+rate by the load clock (lab/sim/sessions). In a window much shorter than a rest, the start of a
+sitting is independent of the other sittings of its session. So sessions are drawn whole, and each
+of their sittings is put at a random time in the window or shortly before it. Its history is known
+without simulation: the prompt's length, its previously computed part, and the time of that.
 
-    sessions that begin anywhere in the span -> their sittings 0, 1, 2 ... each put at a point of the span of its own
+    sessions that begin anywhere in the span -> each of their sittings 0, 1, 2 ... at its own random point of the span
     expected sittings of a kind in the span   = (sessions per second) x (sittings of the kind per session) x span
 
 Does not depend on units or roles.
@@ -60,8 +60,8 @@ def window(
 
     `warm_s`: sittings that began up to this long before t0 are included; 3600 includes more than 99
     % of those still running. `params.first_token_s` and `params.token_s` set the output of running
-    requests at t0, and the times of later turns. `cache`: a day's cache; None: an infinite one. In
-    the cache a session's own text is hit entirely or not at all, and a system prompt always. Raises
+    requests at t0, and the times of later turns. `cache`: a day's cache, which finds a session's
+    own text entirely or not at all, and a system prompt always; None: an infinite cache. Raises
     ValueError if the window is empty, warm_s is negative or scale is below 1.
     """
     if not t0_s < t1_s or warm_s < 0 or scale < 1:
