@@ -20,9 +20,7 @@ from hadal.lab.sim.plan.traffic import Traffic, traffic_from, traffic_of
 
 def read_traffic(path: Path | None) -> Traffic:
     """Read a table (.toml) or a trace: Mooncake's JSON lines (.jsonl, .jsonl.gz) or Azure's CSV
-    (.csv, .csv.gz). Return DeepSeek's day for None.
-
-    Raises ValueError that names the problem in the file.
+    (.csv, .csv.gz). None: DeepSeek's day. Raises ValueError that names the problem in the file.
     """
     if path is None:
         return Traffic(kv_length=4989.0)

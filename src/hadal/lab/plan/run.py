@@ -58,7 +58,7 @@ class PlanOptions:
 
 
 def run(asked: PlanOptions) -> None:
-    """Search, print, write. Raises ValueError: one line that tells the user what to change."""
+    """Search, print and write. Raises ValueError that says in one line what to change."""
     if asked.out is not None:
         check_folder(asked.out)
     with Bar("hadal plan", 1.0) as bar:

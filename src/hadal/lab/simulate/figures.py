@@ -53,7 +53,7 @@ def load_and_nodes(minutes: Row, first_hour: float) -> Figure | None:
     size = max(len(values) for _, values in roles)
     roles = [(role, values + [0.0] * (size - len(values))) for role, values in roles if values]
     nodes = [math.fsum(at) for at in zip(*(values for _, values in roles), strict=True)]
-    nodes = nodes or _filled(numbers(minutes, "nodes"))  # Without roles, at least their sum.
+    nodes = nodes or _filled(numbers(minutes, "nodes"))  # Only the sum if no role is known.
     if not nodes:
         return None
     demand = numbers(minutes, "tokens_in_per_s")[: len(nodes)]
@@ -105,9 +105,7 @@ def income_and_cost(hours: Sequence[Row]) -> Figure | None:
 
 
 def hit_rate(hours: Sequence[Row], mean_percent: float | None) -> Figure | None:
-    """Return a chart of each hour's share of input tokens from the cache: the cache day as a line,
-    windows as dots.
-    """
+    """Return a chart of each hour's hit rate: the cache day as a line, windows as dots."""
     return _lines(
         hours,
         "Hit rate by hour, percent of input tokens.",
@@ -179,8 +177,8 @@ def _lines(
 
 
 def distribution(histogram: Row, name: str) -> Figure | None:
-    """Return a chart of shares of requests by time, with quantiles as marks. The height of a bar is
-    its density: a bin of mean width has its share as its height.
+    """Return a chart of a histogram of times, with quantiles as marks. A bar's height is its
+    density: a bin of mean width has its share as its height.
     """
     bins = filled_bins(histogram)
     total = math.fsum(count for _, _, count in bins)
@@ -220,9 +218,7 @@ def distribution(histogram: Row, name: str) -> Figure | None:
 
 
 def _log_ticks(low: float, high: float) -> Figure:
-    """Return ticks at round times within the axis. Plotly's own ticks would have a unit of measure
-    only at powers of ten.
-    """
+    """Return ticks at round times within the axis; plotly labels only powers of ten with a unit."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if math.log10(high) - math.log10(low) < 2.5 else (1,)
     ticks = [step * 10.0**power for power in powers for step in steps]
@@ -274,9 +270,7 @@ def filled_bins(histogram: Row) -> list[tuple[float, float, float]]:
 
 
 def by_rank(values: Values, name: str, role: str, unit: str = "") -> Figure | None:
-    """Return a chart of bars sorted by height, with the mean as a line; its label states the
-    maximum over the mean.
-    """
+    """Return a chart of sorted bars with their mean as a line; the label has maximum over mean."""
     ranked = sorted(
         ((value, rank) for rank, value in enumerate(values) if value is not None), reverse=True
     )
@@ -314,9 +308,7 @@ def balance_words(values: Values, unit: str = "") -> str:
 
 
 def what_ifs(cases: Sequence[Row]) -> Figure | None:
-    """Return a chart of each case's cost as a bar with its name above, and the first case's cost as
-    a vertical line.
-    """
+    """Return a chart of each case's cost as a bar, and the first case's cost as a vertical line."""
     costs = [(str(case.get("name", "")), number(case, "cost_usd")) for case in cases]
     amounts = present([usd for _, usd in costs])
     if len(cases) < 2 or not amounts or min(amounts) < 0.0:

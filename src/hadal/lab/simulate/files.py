@@ -1,8 +1,4 @@
-"""Files that `hadal simulate` reads and writes: a study as TOML, the result as JSON, HTML and a
-trace.
-
-Does not depend on the simulation of a day.
-"""
+"""Files of `hadal simulate`: a study as TOML; the result as JSON, HTML and a trace."""
 
 from __future__ import annotations
 
@@ -29,9 +25,8 @@ RESULT, REPORT, TRACE = "result.json", "report.html", "step.trace.json"
 
 def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> Study:
     """Return the preset, overridden by the file, then by `changes`: field such as "cache.disk_pb"
-    -> value, None for no change.
-
-    Raises ConfigError for an unknown preset or field, or an impossible value.
+    -> value, None for no change. Raises ConfigError for an unknown preset or field, or an
+    impossible value.
     """
     if preset not in PRESETS:
         raise ConfigError(f"--preset {preset!r} is unknown; use one of {', '.join(PRESETS)}.")
@@ -72,9 +67,7 @@ def study_toml(study: Study) -> str:
 
 
 def hours_of(text: str) -> tuple[int, ...]:
-    """Parse hours in Beijing such as "0-5,14" to hours since second 0 (noon). "" gives none. Raises
-    ConfigError.
-    """
+    """Parse Beijing hours such as "0-5,14" to hours since noon; "" is none. Raises ConfigError."""
     found: set[int] = set()
     for part in filter(None, (one.strip() for one in text.split(","))):
         first, _, last = part.partition("-")

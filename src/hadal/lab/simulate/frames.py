@@ -43,7 +43,7 @@ from hadal.stats.report import BY, report
 from hadal.stats.tally import Tally
 
 NUM_PREFILL, NUM_DECODE = 29, 9
-"""Units of 4 and of 18 nodes: the published peak's 278."""
+"""Units at the published peak of 278 nodes: 29 of 4 nodes and 9 of 18."""
 _SECONDS, _FRAME_S = 6.0, 0.5
 _NUM_FRAMES = int(_SECONDS / _FRAME_S)
 _REQUESTS_PER_S = 340
@@ -138,9 +138,7 @@ def _latency(world: FleetWorld, now_s: float) -> dict[str, Buckets]:
 
 
 def _experts(config: Deployment, rng: np.random.Generator) -> UnitExperts:
-    """Return a decode unit's experts as its balancer places them, with loads that vary around those
-    that the placement was made for.
-    """
+    """Return a decode unit's balanced experts, with loads that deviate from the planned ones."""
     loads_LE = draw_loads(DECODE, rng)
     units = config.decode
     num_layers, num_experts = loads_LE.shape
@@ -160,9 +158,7 @@ def _experts(config: Deployment, rng: np.random.Generator) -> UnitExperts:
 
 
 def _fleet(study: Study, unix_s: float) -> FleetSeen:
-    """Run the fleet role over the hours before `unix_s` on the published day's demand, and return
-    its state.
-    """
+    """Return the fleet role's state after the hours before `unix_s` on the published demand."""
     curve, model = DemandCurve(), study.rules()
     peak = max(curve.requests_per_s(hour * 3600.0) for hour in range(24))
     tokens_in = peak * curve.tokens_in_request / (NUM_PREFILL * model.prefill.use)

@@ -57,9 +57,7 @@ _STUDY_ROWS_MAX, _VALUE_CHARS_MAX, _RANK_ROWS_MAX = 400, 240, 400
 
 
 def report_html(result: Row) -> str:
-    """Return the page. `result`: content of result.json as `hadal simulate` writes it; any part may
-    be missing.
-    """
+    """Return the page. `result`: content of result.json, in which any part may be missing."""
     hours, cases = rows(result, "hours"), rows(result, "what_ifs")
     configuration, notes = mapping(result, "study"), result.get("notes")
     name = configuration.get("name") or configuration.get("preset")

@@ -34,9 +34,8 @@ KILL_S = 0.02
 @contextmanager
 def processes(num_jobs: int) -> Iterator[Executor]:
     """Yield an executor of at most `num_jobs` parts at once. An error or Ctrl-C ends running parts,
-    and none outlives the block.
-
-    Only the first Ctrl-C counts, so that the clean-up is not interrupted.
+    and none outlives the block. Only the first Ctrl-C counts, so that the clean-up is not
+    interrupted.
     """
     # SIGINT may be ignored already: a shell starts background jobs that way.
     is_heard = (

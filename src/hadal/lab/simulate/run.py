@@ -1,7 +1,4 @@
-"""Run of `hadal simulate`: passes a study through the stages, prints and writes the result.
-
-Does not depend on the simulation of a day, or on the content of tables and reports.
-"""
+"""Run of `hadal simulate`: passes a study through the stages, prints and writes the result."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class SimulateOptions:
 
 
 def run(asked: SimulateOptions) -> None:
-    """Simulate, print, write. Raises ConfigError or HadalError: one line with the remedy."""
+    """Simulate, print and write. Raises ConfigError or HadalError that says what to change."""
     plan = SimulationPlan(
         asked.study,
         hours_of(asked.hours),

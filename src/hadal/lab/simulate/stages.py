@@ -222,9 +222,7 @@ class Stages:
 
 
 def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
-    """Return role -> expert loads of ranks after balancing. Studies with equal seeds draw equal
-    loads under every policy.
-    """
+    """Return role -> balanced loads of ranks. Equal seeds draw equal loads under all policies."""
     return {
         role: expert_share(
             study.units_of(role).expert_balance,

@@ -1,6 +1,5 @@
 """Tables that `hadal simulate` prints: published figures beside ours, the hours, the alternatives.
-
-Uses only the content of result.json, not the code that computed it.
+Made only from the content of result.json.
 """
 
 from __future__ import annotations
@@ -79,10 +78,8 @@ def day_table(result: dict[str, Any]) -> Table:
 
 
 def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
-    """Return the hours: the fluid beside the window of single requests.
-
-    The table is split into parts for a terminal of `width` columns, each with the hours. None: one
-    table.
+    """Return tables of the hours, fluid beside window: columns are split so that each table fits
+    `width` and has the hours. None: one table.
     """
     rows = [_hour_cells(hour) for hour in result["hours"]]
     wide = [max(len(name), *(len(row[at]) for row in rows)) + 2 for at, name in enumerate(HOURS)]

@@ -27,7 +27,7 @@ from hadal.roles.fleet.fleet import Fleet
 STEP_S = 300.0
 _EPSILON = 1e-9
 _WARM_STEPS = 360
-"""Minutes simulated before the fluid day, which starts without units and builds up a queue."""
+"""Minutes simulated before the day: the run starts without units, so a queue builds up first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class DayRules:
     start_s: float = 600.0
     """Seconds until a unit works: other work frees nodes, and weights are read."""
     hold_s: float = 1800.0
-    """Seconds without need, past and expected, after which a unit is stopped."""
+    """A unit is stopped if it was not needed for this long and will not be for as long, seconds."""
 
     def level(self, shape: DayShape) -> Floats:
         """Return the load for which units are up, over the day's mean [steps of a day]."""

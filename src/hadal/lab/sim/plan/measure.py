@@ -1,8 +1,8 @@
 """Test of a plan in the simulator: its units under the roles that serve, at the load of the busiest
 hour, compared with its SLO.
 
-A part of the fleet with the same proportions of roles runs with its part of the peak's requests. It
-starts as if it had run for hours: decode units already have requests, with ages and lengths of a
+A part of the fleet with the fleet's proportions of roles runs with its part of the peak's requests.
+It starts as if it had run for hours: decode units already have requests, with ages and lengths of a
 random moment. The caller passes in random generators.
 """
 
@@ -46,9 +46,7 @@ long TTFT target needs more seconds, the measurement is shortened. If more reque
 least time, the load of the units is lowered, and the result reports it.
 """
 FLUID_UNITS_MAX = 400
-"""Maximum number of units of a fluid day at its peak. A day takes 1 s per 100 units, and more than
-proportionally for more.
-"""
+"""Maximum number of units of a fluid day. A day takes 1 s per 100 units, more if it is large."""
 CONTEXT_MAX = 131_072
 LOAD_MIN = 0.95
 """Smallest share of a role's planned load for a full test; the result reports a smaller one."""
@@ -123,8 +121,8 @@ class FleetDay:
 
 
 def part_of(plan: DeploymentPlan) -> tuple[int, int]:
-    """Return the (prefill, decode) units to simulate: the smallest part of the fleet that has its
-    proportions best, within the limits.
+    """Return the (prefill, decode) units to simulate: the smallest part of the fleet that matches
+    its proportions best, within the limits.
     """
     prefill, decode = plan.prefill, plan.decode
     most_decode = max(
@@ -150,9 +148,7 @@ def part_of(plan: DeploymentPlan) -> tuple[int, int]:
 def measure(
     plan: DeploymentPlan, rng: Generator, progress: Callable[[float], None] = lambda share: None
 ) -> Measured:
-    """Run a part of the plan at the peak's load. `progress`: called with the finished share of the
-    simulated time.
-    """
+    """Run a part of the plan at the peak's load. `progress`: called with the finished share."""
     num_prefill, num_decode = part_of(plan)
     unit, peak_per_s = plan.decode_unit, plan.traffic.requests_per_s * plan.traffic.peak
     share = min(1.0, num_prefill / plan.prefill.need_peak, num_decode / plan.decode.need_peak)
@@ -283,9 +279,7 @@ def arrivals(traffic: Traffic, per_s: float, until_s: float, rng: Generator) -> 
 
 
 def _running(plan: DeploymentPlan, num: int, rng: Generator) -> tuple[Ints, Ints, Ints]:
-    """Draw (tokens in, out, done) of the requests that run at a random moment: the longer an
-    output, the likelier it runs.
-    """
+    """Draw (tokens in, out, done) of running requests, weighted by the length of their output."""
     tokens_in, tokens_out = (
         _bounded(column) for column in plan.traffic.draw(max(4 * num, 1000), rng)
     )

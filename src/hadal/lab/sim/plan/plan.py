@@ -133,7 +133,7 @@ class DeploymentPlan:
 
 @dataclass(frozen=True)
 class HardwarePlans:
-    """All pairs of one hardware. Costs are [prefill units, decode units], dollars per day."""
+    """All pairs of units on one hardware. Costs: [prefill units, decode units], dollars per day."""
 
     pricing: Pricing
     rent: Rent
@@ -185,7 +185,7 @@ class HardwarePlans:
 
 
 def price_hardware(pricing: Pricing, rent: Rent, choice: SearchOptions) -> HardwarePlans:
-    """Price all pairs of one hardware."""
+    """Price all pairs of a prefill and a decode unit on one hardware."""
     prefill, no_prefill = _sorted(pricing.prefill_units(choice.dtypes))
     decode, no_decode = _sorted(
         unit for drafts in choice.mtp_tokens for unit in pricing.decode_units(drafts, choice.dtypes)

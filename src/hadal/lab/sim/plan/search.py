@@ -20,7 +20,7 @@ from hadal.lab.sim.plan.plan import DeploymentPlan, HardwarePlans, price_hardwar
 TRIES = 4
 """Maximum number of simulated plans of a search, per plan to verify."""
 NODES_MAX = 10_000
-"""Maximum number of nodes at the peak. More is usually a mistake in a file; a larger traffic can be
+"""Maximum number of nodes at the peak. More is usually a mistake in a file; larger traffic can be
 planned in equal parts, because costs add up.
 """
 _SAFETY = 0.98
@@ -134,6 +134,6 @@ def impossible(found: Sequence[HardwarePlans]) -> str:
 
 
 def _key(plan: DeploymentPlan) -> tuple[object, ...]:
-    """Return the identity of a plan. A re-plan with another batch or use is another plan."""
+    """Return the identity of a plan: a re-plan with another batch or use is another plan."""
     prefill, decode = plan.prefill_unit, plan.decode_unit
     return str(plan), decode.batch, round(plan.prefill.use, 6), prefill.chunk_tokens

@@ -110,9 +110,7 @@ class Traffic:
 
     @property
     def kv_length_mean(self) -> float:
-        """Mean context of an output token: `kv_length` if given, else E[O (I + O / 2)] / E[O] for
-        independent lengths.
-        """
+        """Mean context of an output token: `kv_length` or else E[O (I + O / 2)] / E[O]."""
         return self.kv_length or self.tokens_in + 0.5 * self.tokens_out * (
             1.0 + self.variation_out**2
         )
@@ -196,10 +194,8 @@ def shape_of(value: object) -> DayShape:
 
 def traffic_from(workload: Workload, name: str) -> Traffic:
     """Return the traffic of a trace: its rate, its lengths, and the cached share of an infinite
-    cache.
-
-    The shape is that of its hours if it covers a day, else flat. Raises ValueError for a trace with
-    fewer than two requests or without duration.
+    cache. The shape is that of its hours if it covers a day, else flat. Raises ValueError for a
+    trace with fewer than two requests or without duration.
     """
     size = len(workload)
     span_s = float(workload.arrival_s[-1] - workload.arrival_s[0]) if size > 1 else 0.0

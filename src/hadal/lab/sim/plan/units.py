@@ -57,9 +57,7 @@ DECODE_UNITS = (
     (288, 32),
     (320, 64),
 )
-"""(ranks, redundant experts) of candidates. Redundancy beyond the amount that balances the ranks
-only costs memory.
-"""
+"""(ranks, redundant experts) of candidates; more replicas than balance needs cost only memory."""
 PREFILL_UNITS = ((4, 0), (8, 0), (16, 0), (32, 0), (32, 32), (64, 64), (72, 32))
 """(ranks, redundant experts) of candidates; 72 ranks only if one NVLink domain has them all."""
 CHUNKS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -67,13 +65,11 @@ CHUNKS = (1024, 2048, 4096, 8192, 16384, 32768)
 BATCH_MAX = 1024
 """Maximum number of requests of a decode rank."""
 HBM_FULL = 0.98
-"""Share of memory in use with weights, KV and all buffers."""
+"""Highest share of GPU memory for weights, KV and all buffers."""
 KV_USE = 0.9
 """Planned share of a KV pool in use; the rest is for requests longer than the mean."""
 SLOTS_OVER = 1.1
-"""Slots of a decode rank over its planned batch. In a burst, requests get a slot at slightly higher
-TPOT instead of waiting.
-"""
+"""Slots of a decode rank over its planned batch: bursts raise TPOT slightly instead of queueing."""
 KV_UNEVEN = 1.03
 """Core attention of the busiest decode rank over the mean."""
 TOKENS_UNEVEN, PAIRS_UNEVEN, UNEVEN_POWER = 1.3, 1.1, 0.75
@@ -97,7 +93,7 @@ p99 2.76x the mean. The simulated units of the fit above have p90 at 1.17x to 1.
 1.9x to 4.1x; 0.58 fits them best.
 """
 _IDLE = 16.0
-"""Range of steps that are priced: the smallest computes 1/_IDLE of a prompt per unit."""
+"""Range of priced steps: the smallest computes 1/_IDLE of a prompt per unit."""
 SPARE_SIGMAS = 2.0
 """Spare capacity for uneven arrivals, in standard deviations of the Poisson number of requests."""
 
@@ -179,8 +175,7 @@ class Rejected:
     why: str
     """Reason, as a sentence without its full stop."""
     shortfall: float = math.inf
-    """Best latency over its limit; the smallest value is the next best unit. inf: it does not fit.
-    """
+    """Best latency over its limit: the smallest is the nearest miss; inf: it exceeds the memory."""
 
 
 @dataclass(frozen=True)
@@ -193,11 +188,9 @@ class Pricing:
     slo: Slo
     mtp_accept: float = MTP_ACCEPT
     decode_share: float = 1.0
-    """Share of the TPOT target that priced steps may use. Lowered if a simulation misses the target
-    although the price met it.
-    """
+    """Share of the TPOT target that prices may use; lowered when a simulation misses the target."""
     prefill_share: float = 1.0
-    """Share of the TTFT target that priced prompts may use; lowered like `decode_share`."""
+    """Share of the TTFT target that prices may use; lowered when a simulation misses the target."""
     tokens_uneven: float = TOKENS_UNEVEN
     pairs_uneven: float = PAIRS_UNEVEN
     uneven_power: float = UNEVEN_POWER
@@ -210,7 +203,7 @@ class Pricing:
     def decode_units(
         self, mtp_tokens: int, dtypes: tuple[str, ...] = (FP8,)
     ) -> Iterator[DecodeUnit | Rejected]:
-        """Yield all candidates of DECODE_UNITS that are possible on this hardware."""
+        """Yield the unit or its rejection for each of DECODE_UNITS that this hardware allows."""
         for dtype in dtypes:
             for num_ranks, num_redundant in DECODE_UNITS:
                 model = self.step_model(DECODE, num_ranks, num_redundant, dtype)
@@ -354,15 +347,11 @@ class Pricing:
         return PrefillUnit(model, chunk_tokens, tokens_per_s, use, step_s, expected_s * tail, whole)
 
     def own_steps(self, chunk_tokens: int) -> float:
-        """Return the number of steps that compute a prompt, mean over prompts, if a rank computes
-        at most `chunk_tokens` in one.
-        """
+        """Return the mean number of steps that compute a prompt in chunks of `chunk_tokens`."""
         return float(np.maximum(1.0, self._new / chunk_tokens).mean())
 
     def prefill_price(self, model: StepModel, tokens: float) -> StepPrice:
-        """Price a step of `tokens` per rank, with the attention of the busiest rank, under the
-        cheapest schedule.
-        """
+        """Price a step with `tokens` per rank by its busiest rank, under the cheapest schedule."""
         traffic = self.traffic
         cached = traffic.tokens_in * traffic.cached_share
         prompts = tokens / traffic.tokens_new

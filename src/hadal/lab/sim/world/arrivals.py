@@ -51,7 +51,7 @@ class Arrivals:
     def begin(self) -> None:
         """Submit requests as they arrive, from now on."""
         if self._numbers.size:
-            # Submitted earlier, all of them would go to the unit with the first UnitUp to arrive.
+            # Before all units have reported to the front, the first ones would get all requests.
             up_s = self._clock.now() + SUBMIT_HOPS * HOP_S
             self._clock.at(max(up_s, self._next_s()), self._submit_next)
 

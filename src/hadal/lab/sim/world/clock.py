@@ -1,7 +1,4 @@
-"""Simulated time: a queue of actions ordered by time, then by insertion.
-
-Does not depend on roles.
-"""
+"""Simulated time: a queue of actions ordered by time, then by insertion. Independent of roles."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ _HERE = DiskLocation(0, 0)
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Speed of the storage network per node. Raises ValueError for a speed of 0 or less, a negative
-    latency, or a node without ranks.
-    """
+    """Speed of the storage network per node. Raises ValueError for an impossible value."""
 
     read_bytes_per_s: float = 40.0 * GIB
     """Peak read throughput of a KV cache client (3FS README), over a 400 Gb/s NIC that only storage
@@ -74,9 +72,7 @@ class View:
         return self.find(name) is not None
 
     def put(self, names: bytes, locations: Sequence[DiskLocation | None]) -> None:
-        """Record blocks as on disk if all blocks before them are: only a prefix of a request can be
-        represented, no gaps.
-        """
+        """Record blocks as on disk if all blocks before them are; gaps cannot be represented."""
         for name, location in zip(split(names), locations, strict=True):
             known = self._known(name)
             if location is None or known is None:
@@ -103,13 +99,12 @@ class View:
         """Return the locations of the named blocks that are on disk."""
         known = self._known(names[:NAME_BYTES]) if names else None
         end = num_names(names)
+        # The usual case, without decoding each name: consecutive blocks of one request.
         if (
             known is not None
             and names == chain_of(known[0], known[1] + end)[known[1] * NAME_BYTES :]
         ):
-            return (_HERE,) * min(
-                end, max(0, self._end_of(known[0]) - known[1])
-            )  # The usual case, without decoding each name: consecutive blocks of one request.
+            return (_HERE,) * min(end, max(0, self._end_of(known[0]) - known[1]))
         return tuple(location for name in split(names) if (location := self.find(name)) is not None)
 
     def num_found(self, chain: bytes) -> int:
@@ -174,9 +169,7 @@ class WorldDisk:
         return View(self.num_blocks)
 
     def load(self, now_s: float, unit: str, effect: ReadBlocks) -> tuple[float, float, BlocksRead]:
-        """Queue a read. Return its begin, its end and its result; a read that fails ends at its
-        first missing block.
-        """
+        """Queue a read. Return (begin, end, result). A failed read ends at its first lost block."""
         node = unit, effect.rank // self._node_ranks
         num = self._num_loaded(now_s, node, len(effect.into))
         begin_s, end_s = self._reads.ask(now_s, node, num * self._block_bytes)

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RanksDie:
-    """Death of one rank, or of all ranks of a node. The unit forms without them, and again when
-    they are back.
-    """
+    """Death of ranks. Their unit works without them after `form_s`, with them after `back_s`."""
 
     at_s: float
     unit: str

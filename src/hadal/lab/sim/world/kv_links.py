@@ -31,16 +31,14 @@ class KvLinks:
         """(unit, rank) -> time at which the rank's NIC finishes its queued copies."""
 
     def pull(self, unit: str, effect: Pull) -> tuple[float, Callable[[], KvPulled]]:
-        """Begin a copy for a rank of `unit`. Return its duration, and the function that makes its
-        answer at the end.
-        """
+        """Begin a copy for a rank of `unit`. Return (seconds, function that makes the answer)."""
         return self._pull_s(unit, effect), partial(self._pulled, unit, effect)
 
     def _pull_s(self, unit: str, effect: Pull) -> float:
         num_bytes = effect.lease.num_tokens * self._token_bytes
         now_s, key = self._clock.now(), (unit, effect.rank)
         if effect.lease.source == WARM:
-            return WIRE_S  # Requests placed at the start already have their KV.
+            return WIRE_S  # Requests that run at the start already have their KV.
         free_s = (
             max(self._nic_free_s.get(key, 0.0), now_s) + num_bytes / self._hardware.nic_bytes_per_s
         )

@@ -59,11 +59,11 @@ class Outside(Protocol):
         """Put a message on the wire."""
 
     def deliver(self, effect: Deliver) -> None:
-        """Take tokens for the user of a request."""
+        """Pass tokens to the user of a request."""
 
     def ask(self, name: str, effect: Asked) -> tuple[float, Callable[[], Event]]:
-        """Begin a copy, a read or a write of the process `name`. Return its duration and the
-        function that makes its answer when it ends.
+        """Begin a copy, a read or a write of the process `name`. Return its duration in seconds and
+        the function that makes its answer when it ends.
         """
 
 
@@ -80,13 +80,11 @@ class StepQueue:
         self._done = done
         self._plans: deque[Any] = deque()
         self._num_broken = 0
-        """Number of calls of `break_off`. A step begun before the latest one gives no result."""
+        """Number of calls of `break_off`. A step begun before the last call gives no result."""
         self._is_forming = False
 
     def execute(self, plans: Any) -> None:
-        """Queue the plans of one step. Between `break_off` and `form` they are dropped: the
-        formation makes them void.
-        """
+        """Queue one step's plans; from `break_off` to `form`, drop them, because they are void."""
         if self._is_forming:
             return
         self._plans.append(plans)

@@ -1,5 +1,5 @@
-"""Requests of a simulated world, and the names of their KV blocks: request and index, for want of
-text.
+"""Requests of a simulated world, and the names of their KV blocks, made of request and index
+because there is no text.
 
     name of block i of request n = n and i in 8 bytes, n in 8 more
 
@@ -44,9 +44,7 @@ class Requests:
     at the start have all their full blocks on disk.
     """
     tokens_done: Ints = field(default_factory=lambda: _NONE)
-    """Output tokens generated before the start; above 0 if the request runs at the start. Empty: 0
-    for all.
-    """
+    """Output tokens generated before the start; above 0 if the request runs then. Empty: all 0."""
 
     def __post_init__(self) -> None:
         for name in ("tokens_cached", "tokens_done"):
@@ -86,7 +84,7 @@ class Requests:
         return int(self.tokens_out[number])
 
     def generation(self, number: int, max_context: int, num_named: int) -> Generation:
-        """Return a request as the front takes it. `num_named`: leading blocks that get a name."""
+        """Return a request as sent to the front. `num_named`: leading blocks that get a name."""
         num_in, num_done = int(self.tokens_in[number]), int(self.tokens_done[number])
         prompt, output = (cast("tuple[int, ...]", range(size)) for size in (num_in, num_done))
         return Generation(
@@ -104,8 +102,8 @@ class Requests:
 
 
 def chain_of(number: int, num_blocks: int) -> bytes:
-    """Return the names of a request's first blocks. Their first 8 bytes differ too: the front's
-    summary keeps only these.
+    """Return the names of a request's first blocks. The first 8 bytes are unique, because the
+    front's summary keeps only these.
     """
     if not num_blocks:
         return b""

@@ -214,9 +214,7 @@ def part_inside(
 def _rank_sums(
     log: WorldLog, begin_s: float, end_s: float
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Return prefill unit -> tokens [R], and prefill unit -> pairs [R]. A step that lies partly
-    inside counts for that part.
-    """
+    """Return prefill unit -> tokens [R], unit -> pairs [R]; a step counts for its part inside."""
     tokens: dict[str, Floats] = {}
     pairs: dict[str, Floats] = {}
     for (unit, at_s, seconds, _), of_ranks in zip(
@@ -278,9 +276,7 @@ def _read_steps(
 
 
 def quantiles(values: Floats, at: Sequence[float], weights: Floats | None = None) -> list[float]:
-    """Return the quantiles `at` (0 to 1) of the values, weighted by `weights`. Raises ValueError if
-    there are no values.
-    """
+    """Return the quantiles `at` (0 to 1) of the values. Raises ValueError if there are none."""
     if not len(values):
         raise ValueError("quantiles need at least one value.")
     order = np.argsort(values)

@@ -38,7 +38,6 @@ HBM_SHARE = 0.9
 
 def kv_blocks(model: StepModel, num_drafts: int = 0, role: str = DECODE) -> int:
     """Return the blocks of a rank's KV pool: HBM_SHARE of its memory less the weights.
-
     `num_drafts`: most speculative tokens of a decode step. Raises ValueError if fewer than 2 blocks
     fit.
     """
@@ -186,9 +185,7 @@ class SimUnit:
             self._form(())
 
     def come(self, ranks: Iterable[int]) -> None:
-        """Restart the dead ones of `ranks` with empty pools. Steps in flight are void and must be
-        planned again.
-        """
+        """Restart the dead ones of `ranks` with empty pools. Steps in flight become void."""
         fresh = tuple(rank for rank in ranks if not self._rank_to_pool[rank])
         if not fresh or not self.is_alive:
             return

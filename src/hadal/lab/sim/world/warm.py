@@ -47,7 +47,7 @@ class WarmUnit:
         return [Send("front", UnitUp(WARM, PREFILL, WARM, _ENDLESS, _ENDLESS))]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """Answer prompts at once. It owns no blocks, so it ignores Release."""
+        """Answer prompts immediately. This unit owns no blocks, so it ignores Release."""
         out: list[Effect] = []
         for event in events:
             match event:

@@ -162,7 +162,7 @@ class FleetWorld:
         """Start the prefill units and the arrivals, and remove the warm unit."""
         if WARM in self.processes:
             del self.processes[WARM]
-            # Without the delay of a message: until then the front would send arrivals to it.
+            # Without a message's delay: until then the front would send arrivals to the warm unit.
             self.processes["front"].handle(UnitDown(WARM, "it was only there to begin with"))
         self._start_units(PREFILL)
         self._arrivals.begin()
