@@ -59,7 +59,7 @@ NORMAL = LinkCurve(
     0.03,
 )
 COMM_SMS = 24
-"""SMs that normal kernels take (DeepSeek's prefill figure: 24 of 132); low latency takes none."""
+"""SMs of normal kernels (DeepSeek's prefill figure: 24 of 132); low latency needs none."""
 
 
 def expected_holders(model: ModelConfig, num_holders: float) -> float:

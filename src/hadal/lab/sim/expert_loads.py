@@ -58,7 +58,7 @@ class Skew:
 
 
 SKEWS = {PREFILL: Skew(0.40, 0.60, 0.20), DECODE: Skew(0.47, 0.54, 0.20)}
-"""Skews by phase. Decode's groups are more unequal: fewer texts at once make up its loads."""
+"""Skews by phase. Decode's groups are more unequal: its loads come from fewer texts."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,10 +73,10 @@ class WorkloadParams:
     published hits, 56.3 % of tokens in.
     """
     continue_samples: float = 5.0
-    """Similarity of sessions in continuing. Each session's probability of a further turn is drawn
-    from a beta distribution with this sum of parameters, so long sessions tend to go on. After
-    turns 1 to 6 the probability is 0.32, 0.43, 0.51, 0.57, 0.62, 0.66, with 1.66 turns per session.
-    In Mooncake's hour of conversations: 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and 1.63 turns.
+    """Sum of the two parameters of a beta distribution that gives each session's probability of a
+    further turn, so long sessions tend to go on. After turns 1 to 6 the probability is 0.32, 0.43,
+    0.51, 0.57, 0.62, 0.66, with 1.66 turns per session. In Mooncake's hour of conversations: 0.38,
+    0.31, 0.45, 0.53, 0.61, 0.65, and 1.63 turns.
     """
     document_share: float = 0.1465
     """Share of messages with a document. Fitted to the published 608 / 168 tokens in per token out.
@@ -326,7 +326,7 @@ def generate(
     num_sessions = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
     begins = rng.uniform(first, last, num_sessions)
     rhythm = draw_rhythm(params, num_sessions, rng)
-    # Most sessions that began long ago are over; their lengths need not be drawn.
+    # Most earlier sessions are over at start_s; their lengths need not be drawn.
     sitting_s = np.repeat(begins, rhythm.num_turns) + rhythm.rested_s
     counts = (sitting_s >= float(shape.load_s(start_s - MAX_SITTING_S))) & (sitting_s < last)
     wanted = np.zeros(num_sessions, dtype=np.bool_)

@@ -2,7 +2,7 @@
 
 There is no text, because nothing reads it. A block's name (kv/names) stands for "this text, from
 the first token on, under this model, of this tenant"; two names are equal exactly if all of these
-are. The generator of the requests knows when they are, so it makes a name from the block's position
+are. The generator of the requests can tell which are, so it makes a name from the block's position
 instead of hashing its content:
 
     system prompt   (model, prompt) + position      equal in all sessions that begin with it

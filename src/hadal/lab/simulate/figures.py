@@ -205,7 +205,7 @@ def distribution(histogram: Row, name: str) -> Figure | None:
         height=270,
         xaxis=axis(
             type="log" if is_log else "linear",
-            # Plotly takes a logarithmic range as powers of ten; the edges need not be round.
+            # Plotly expects the ends of a logarithmic range as exponents of ten.
             range=[math.log10(at) if is_log else at for at in (bins[0][0], bins[-1][1])],
             tickformat="~s",
             ticksuffix="s",

@@ -2,8 +2,8 @@
 278 nodes.
 
 The serving roles run in simulated time (lab/sim/world): single requests, and a rank that dies and
-returns. The fleet's decisions are those of the hours before, by the day's demand. Income and cost
-are a ledger's report of the requests answered in these seconds.
+returns. The fleet's state results from its decisions over the hours before, on the published
+demand. Income and cost are a ledger's report of the requests answered in these seconds.
 """
 
 from __future__ import annotations

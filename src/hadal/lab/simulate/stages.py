@@ -237,7 +237,7 @@ def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
 
 def check_promise(study: Study) -> None:
     """Raise ConfigError if no decode batch meets the TPOT target by the price of its steps. Takes a
-    second, where measurements would need minutes to fail.
+    second; measurements would fail only after minutes.
     """
     batch_within(study, expert_ranks(study)[DECODE].imbalance, kv_length_about(study))
 

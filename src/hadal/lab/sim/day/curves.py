@@ -105,8 +105,8 @@ def points_at(batch_max: float, promised: float = math.inf) -> tuple[float, ...]
 
 
 def batch_within(study: Study, placed: float, kv_length: float) -> float:
-    """Return the most requests of a decode rank with a priced TPOT within the target. `placed`: see
-    Study.step_model. Raises ConfigError if even one request is too slow.
+    """Return the largest number of requests per decode rank with a priced TPOT within the target.
+    `placed`: see Study.step_model. Raises ConfigError if even one request is too slow.
     """
     model, promised_s = study.step_model(DECODE, placed), study.tpot_ms / 1e3
     low, high = 1.0, float(max(1, study.decode.max_requests))
@@ -270,8 +270,8 @@ def _world(
 
 
 def batch_max(study: Study, load: DemandFigures) -> float:
-    """Return the most requests of a decode rank, limited by its slots or its KV blocks. Raises
-    ValueError if there is no memory for KV.
+    """Return the largest number of requests per decode rank that its slots and KV blocks allow.
+    Raises ValueError if there is no memory for KV.
     """
     blocks = kv_blocks(study.step_model(DECODE, 1.0), study.drafts)
     return min(float(study.decode.max_requests), blocks / (load.kv_length / BLOCK_TOKENS + 1.0))

@@ -29,7 +29,7 @@ from hadal.lab.sim.workload import Workload, concatenate
 from hadal.policy.demand import DAY_S
 
 CHUNK_SESSIONS = 200_000
-"""Sessions drawn at once, so that memory does not grow with the span."""
+"""Number of sessions per draw, so that memory does not grow with the span."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def deployment_of(
 
 
 def prompts_max(chunk_tokens: int, traffic: Traffic) -> int:
-    """Return the most concurrent prompts of a prefill rank: four full steps' worth, at least 16."""
+    """Return the concurrent prompts of a prefill rank: as many as four full steps, at least 16."""
     return max(16, math.ceil(4.0 * chunk_tokens / traffic.tokens_new))
 
 

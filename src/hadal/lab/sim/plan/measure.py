@@ -43,7 +43,7 @@ RANKS_MAX = 1024
 SECONDS_MAX, REQUESTS_MAX = 600.0, 60_000
 """Maximum simulated seconds, and maximum number of requests that arrive or run at the start. If a
 long TTFT target needs more seconds, the measurement is shortened. If more requests arrive in the
-least time, the load of the units is lowered, and the result reports it.
+minimum time, the load of the units is lowered, and the result reports it.
 """
 FLUID_UNITS_MAX = 400
 """Maximum number of units of a fluid day. A day takes 1 s per 100 units, more if it is large."""
@@ -117,7 +117,7 @@ class FleetDay:
     nodes_peak: int
     tokens_per_s_user: float
     wait_s_max: float
-    """Longest time that working off the queues would have taken, seconds."""
+    """Longest time needed to work off the queues, seconds."""
 
 
 def part_of(plan: DeploymentPlan) -> tuple[int, int]:

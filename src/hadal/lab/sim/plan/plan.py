@@ -105,7 +105,7 @@ class DeploymentPlan:
 
     @property
     def nodes_peak(self) -> float:
-        """Nodes if both roles reach their most units at once."""
+        """Nodes if both roles reach their maximum number of units at the same time."""
         return (
             self.prefill.num_peak * self.prefill.unit_nodes
             + self.decode.num_peak * self.decode.unit_nodes

@@ -125,7 +125,7 @@ def dimension_rows(best: DeploymentPlan, found: HardwarePlans) -> Iterator[Row]:
 
 
 def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[Row]:
-    """Yield one row per role and width with rejected units: the unit that misses the SLO least."""
+    """Yield one row per role and width with rejected units: the unit nearest to the SLO."""
     nearest: dict[tuple[str, int], Rejected] = {}
     for one in rejected:
         key = one.role, one.num_ranks

@@ -466,7 +466,7 @@ def decode_kv_bytes(model: StepModel, num_tokens: int, mtp_tokens: int) -> float
 def _longest(
     ttft_s: Callable[[float], tuple[float, float]], limit_s: float, low: float, high: float
 ) -> float:
-    """Return the most tokens of a step within the TTFT limit. `low` must meet it and `high` not."""
+    """Return the largest step within the TTFT limit, in tokens. `low` must meet it, `high` not."""
     for _ in range(12):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if ttft_s(middle)[1] <= limit_s else (low, middle)

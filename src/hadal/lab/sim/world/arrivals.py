@@ -1,5 +1,5 @@
-"""Submission of a simulated world's requests to its front: requests that ran before together at the
-start, all others at their arrival times.
+"""Submission of a simulated world's requests to its front (router): first requests that run at the
+start, in batches; then all others at their arrival times.
 
 The front is a function that takes submitted requests. Does not depend on units.
 """

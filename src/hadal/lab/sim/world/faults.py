@@ -37,7 +37,7 @@ class RankSlow:
 
 @dataclass(frozen=True)
 class DiskLost:
-    """Failed disk of a node: reads by its ranks fail at once."""
+    """Failed disk of a node: reads by its ranks fail immediately."""
 
     begin_s: float
     end_s: float

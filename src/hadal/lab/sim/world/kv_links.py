@@ -1,7 +1,7 @@
 """KV transfers between the units of a simulated world: the duration of each, and the bytes moved.
 
-A rank's copies run one after another over its NIC. Keeps the names of existing pools; does not
-depend on roles or requests.
+A rank's copies run one after another over its NIC. The names of existing pools are kept here. Does
+not depend on roles or requests.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ Asked = Pull | ReadBlocks | StoreBlocks
 
 
 class Role(Protocol):
-    """Role that handles several events at once."""
+    """Role (state machine) that handles several events in one call."""
 
     def start(self, now_s: float) -> list[Effect]: ...
 
@@ -180,7 +180,7 @@ class Process:
         self._num_deaths.update(ranks)
 
     def form(self, reset: RankReset) -> None:
-        """Let the unit work again, and pass the new membership to the role."""
+        """Accept plans again, and pass the new membership to the role."""
         self._look()  # Answers that arrived before the reset must be handled before it.
         if self._steps is not None:
             self._steps.form()

@@ -67,7 +67,7 @@ class WorldLog:
 @dataclass(frozen=True)
 class StepReading:
     """Steps of one role's units. An imbalance is maximum over mean of a unit's ranks, averaged over
-    the time at work.
+    busy time.
     """
 
     num_steps: float
@@ -76,19 +76,19 @@ class StepReading:
     positions: float
     """Prefill: (token, position) pairs. Decode: sum of KV lengths over new tokens."""
     busy_share: float
-    """Share of the units' time in which they worked."""
+    """Share of the units' time that is busy with steps."""
     step_s: float
     """Mean duration of a step, seconds."""
     token_s: float
     """Mean time per token of a request, weighted by tokens, seconds. Meaningful for decode only."""
     requests_per_rank: float
-    """Decode: requests per rank. Prefill: chunks of a step per rank. Mean over the time at work."""
+    """Decode: requests per rank. Prefill: chunks of a step per rank. Mean over busy time."""
     tokens_imbalance: float
     """Prefill: imbalance of tokens. Decode: imbalance of requests."""
     positions_imbalance: float
     expert_imbalance: float
     two_micro_batches_share: float
-    """Share of the time at work with two micro-batches."""
+    """Share of busy time with two micro-batches."""
     seconds_K: Floats
     """Seconds of each step that lies at least partly in the interval. For decode, divided by the
     mean tokens that a request got in the step: the time per token.

@@ -65,7 +65,7 @@ class UnitDesign:
 
     config: Deployment
     models: Mapping[str, StepModel]
-    """Role -> model. Raises ValueError if its ranks are not those of a unit of the deployment."""
+    """Role -> model. Raises ValueError if its number of ranks is not that of the deployment."""
     max_context: int
     """Longest prompt and output together, tokens."""
     mtp_accept: float
@@ -180,7 +180,7 @@ class SimUnit:
         return True
 
     def form(self) -> None:
-        """Form the unit without the ranks that died."""
+        """Resume the unit without the ranks that died: a new formation."""
         if self.is_alive and self._lost:
             self._form(())
 

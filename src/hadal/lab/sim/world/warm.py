@@ -2,7 +2,7 @@
 
     0 hops         decode units are up, and this unit instead of the prefill units
     SUBMIT_HOPS    all of these requests enter through the front, which chooses their decode units;
-                   this unit answers at once: the next token, and a lease on KV that takes no time to pull
+                   this unit answers immediately: the next token, and a lease on KV, pulled in one message's time
     PLACED_HOPS    later this unit is down and the prefill units are up; they prefill later arrivals
 
 So the front and the decode leaders place these requests as any others, all together, and no step

@@ -45,13 +45,13 @@ from hadal.roles.prefill.leader import PrefillLeader
 
 
 class FleetWorld:
-    """One run. `models`: role -> step model with as many ranks as the deployment's units.
-    `max_context`: longest prompt and output together, tokens.
+    """One run of a fleet. `models`: role -> step model with as many ranks as the deployment's
+    units. `max_context`: longest prompt and output together, tokens.
 
     `mtp_accept`: probability that a draft is accepted; the deployment sets their number
-    (lab/sim/runners). `disk`: speed of the disk cache that holds `Requests.tokens_cached`.
-    `stores`: True if computed and generated blocks are written to it. `faults`: faults to play; a
-    unit that dies is started again, as a supervisor would.
+    (lab/sim/runners). `disk`: speed of the disk cache with `Requests.tokens_cached`. `stores`: True
+    if computed and generated blocks are written to it. `faults`: faults to play; a unit that dies
+    is started again, as a supervisor would.
     """
 
     def __init__(
