@@ -47,9 +47,9 @@ class StageRow:
     seconds: float
     """Seconds in the whole step."""
     bound: str
-    """Resource that bounds it: compute, memory, link, launch or host."""
+    """Bounding resource: compute, memory, link, launch or host."""
     exposed_s: float
-    """Time that it adds to the step: all of a kernel, and the unhidden part of an exchange."""
+    """Time that the row adds to the step: all of a kernel, and the unhidden part of an exchange."""
 
 
 @dataclass(frozen=True)

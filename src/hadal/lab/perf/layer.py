@@ -85,7 +85,7 @@ class Layer:
     _known: dict[tuple[Roofline, str, float], tuple[tuple[Kernel, ...], ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """Kernels by (roofline, name, number of tokens): a simulated unit repeats a few numbers."""
+    """Cache: (roofline, name, number of tokens) -> kernels; units repeat few numbers of tokens."""
 
     def decode(
         self, line: Roofline, batch: MicroBatchLoad, links_s: tuple[float, float]

@@ -30,7 +30,7 @@ TENSOR_SHARE = 0.875
 COOL_TENSOR_SHARE = 0.95
 """Sustained share of peak FLOP/s on GPUs that are not power-limited (H20)."""
 TILE_ROWS = 32.0
-"""Rows per group that 64-row tiles waste on average; padding above it is waiting for weights."""
+"""Rows per group that 64-row tiles waste on average; more padding means waiting for weights."""
 
 
 class Timed(NamedTuple):
@@ -50,7 +50,7 @@ class Curve:
     """Share of peak HBM bandwidth."""
     launch_s: float
     sharpness: float
-    """Exponent of the soft maximum."""
+    """Exponent s of the soft maximum."""
     pad_rows: float = 0.0
     """Fixed cost of a group, in rows on H800. Beyond TILE_ROWS it scales with HBM, not FLOP/s."""
     pad_k: float = 0.0

@@ -38,7 +38,7 @@ from hadal.perf.shapes import (
 
 AUTO = "auto"
 MTP_ACCEPT = 0.8
-"""Acceptance rate of drafts (speculative tokens), 80-90 % for the second (arXiv 2505.09343)."""
+"""Acceptance of drafts (speculative tokens). Published for one: 80-90 % (arXiv 2505.09343)."""
 REDUNDANT = 32
 """Expert replicas in addition to one of each expert, in DeepSeek's units (inference overview)."""
 PLACED_BY_NODES = 1.16

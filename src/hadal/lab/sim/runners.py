@@ -314,7 +314,7 @@ class DecodeRunner:
         if drawn.size > slots.size:
             self.work = self.work._replace(tokens=drawn.size)
         self._drafts.note(slots, num_drafts, self.is_taken)
-        # Arrays, although a rank's process sends tuples: users need only lengths and elements.
+        # Arrays, although live ranks send tuples: readers need only lengths and elements.
         keys, values = cast("tuple[int, ...]", drawn), cast("tuple[int, ...]", tokens)
         num_computed = slots.size if num_tokens is None else int(num_tokens.sum())
         return StepDone(

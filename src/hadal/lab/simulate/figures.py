@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 Values = Sequence[float | None]
 
 LOG_SPAN = 30.0
-"""Ratio of an axis's ends above which it is logarithmic."""
+"""Ratio of an axis's ends above which the axis is logarithmic."""
 NUM_BARS = 200
 """Maximum number of bars of a chart by rank; with more ranks, a bar is the mean of neighbours."""
 MARKS = (("p50", "median"), ("p90", "p90"), ("p99", "p99"))

@@ -71,7 +71,7 @@ class DemandCurve:
     """
 
     def requests_per_s(self, time_s: float) -> float:
-        """Return the requests/s at a time by the clock of the day."""
+        """Return the requests/s at `time_s`, seconds since midnight in Beijing."""
         at = self.shape.at(time_s) if self.rate is None else self.rate(time_s - FIRST_HOUR * HOUR_S)
         return self.tokens_in / self.tokens_in_request / DAY_S * float(at)
 

@@ -38,7 +38,7 @@ class Window:
 
     workload: Workload
     tokens_done: Ints
-    """Output tokens made before t0: 0 for requests in prefill at t0, and for later arrivals."""
+    """Output tokens generated before t0; 0 for requests in prefill at t0 and for later arrivals."""
     tokens_cached: Ints
     """Leading tokens of each prompt that the cache has at its arrival, in full blocks."""
     num_running: int

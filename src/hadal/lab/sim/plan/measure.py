@@ -46,7 +46,7 @@ long TTFT target needs more seconds, the measurement is shortened. If more reque
 minimum time, the load of the units is lowered, and the result reports it.
 """
 FLUID_UNITS_MAX = 400
-"""Maximum number of units of a fluid day. A day takes 1 s per 100 units, more if it is large."""
+"""Maximum number of units of a fluid day: 100 take 1 s, a large fleet takes more per unit."""
 CONTEXT_MAX = 131_072
 LOAD_MIN = 0.95
 """Smallest share of a role's planned load for a full test; the result reports a smaller one."""
@@ -190,7 +190,7 @@ def measure(
 
 
 def within_limits(plan: DeploymentPlan, per_s: float) -> tuple[float, float, float]:
-    """Return (requests/s, settling seconds, measured seconds), as near as limits allow."""
+    """Return (requests/s, settling s, measured s), as near to the wanted values as limits allow."""
     settle_s = max(SETTLE_S, TTFTS_SETTLE * plan.slo.ttft_s)
     measure_s = max(MEASURE_S, TTFTS_MEASURE * plan.slo.ttft_s)
     least_s, running_s = SETTLE_S + MEASURE_S, plan.traffic.tokens_out * plan.decode_unit.tpot_s

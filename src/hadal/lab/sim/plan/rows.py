@@ -21,15 +21,15 @@ class Row:
     """One line of the table of alternatives."""
 
     dimension: str
-    """Property in which it differs from the best plan."""
+    """Property in which the row differs from the best plan."""
     value: str
-    """Value of that property."""
+    """Value of the property `dimension`."""
     plan: DeploymentPlan | None
-    """None: no complete plan exists for it."""
+    """Alternative plan; None if there is no complete one."""
     cost_usd: float | None
     """Cost of a day; None: the unit was rejected."""
     why: str
-    """Reason why it costs more or was rejected. For options outside the search: their effect."""
+    """Reason for a higher cost or a rejection; for options outside the search, their effect."""
 
 
 def why(plan: DeploymentPlan, best: DeploymentPlan) -> str:

@@ -422,7 +422,7 @@ class Pricing:
 
 
 def tail_of(quantile: float) -> float:
-    """Return a quantile of TTFT over its mean, at least 1."""
+    """Return the ratio of a quantile of TTFT to its mean, at least 1."""
     return max(1.0, TTFT_TAIL * -math.log1p(-quantile))
 
 

@@ -23,7 +23,7 @@ from hadal.lab.sim.world.warm import PLACED_HOPS, SUBMIT_HOPS
 class Arrivals:
     """Users of a world. `submit`: passes requests to the front without delay.
 
-    `blocks_N`: number of leading blocks of each request on disk; the disk changes it. `stores`:
+    `blocks_N`: number of leading blocks of each request on disk, updated by the disk. `stores`:
     True if all full blocks of a prompt get names, so that they can be written.
     """
 

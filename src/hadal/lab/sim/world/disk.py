@@ -1,8 +1,7 @@
 """Disk cache of a simulated world: its blocks, and the time to read and write them.
 
     leader: find (View) -> ReadBlocks --> queue of the rank's node --> BlocksRead
-                           StoreBlocks -> queue of the rank's node --> BlocksStored, found from
-                           then on
+                           StoreBlocks -> queue of the rank's node --> BlocksStored, then found
 
 The content is one number per request: its leading blocks on disk. A node's ranks share its storage
 NIC: reads queue behind reads and writes behind writes, because a link carries both directions at
@@ -84,7 +83,7 @@ class View:
                 self._num_blocks[number] = index + 1
 
     def drop(self, names: bytes) -> None:
-        """Make this view no longer find the named blocks, nor later blocks of their requests."""
+        """Hide the named blocks, and later blocks of their requests, from this view."""
         for name in split(names):
             known = self._known(name)
             if known is not None:

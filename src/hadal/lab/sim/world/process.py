@@ -142,7 +142,7 @@ class Process:
         self._dead: set[int] = set()
         """Dead ranks of the unit, including deaths not yet reported to the role."""
         self._num_deaths: Counter[int] = Counter()
-        """Rank -> number of its deaths. A restarted rank does not answer requests from before."""
+        """Rank -> number of its deaths. A rank does not answer requests from before a death."""
 
     @property
     def num_steps(self) -> int:
