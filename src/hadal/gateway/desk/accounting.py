@@ -1,10 +1,9 @@
 """Facts that the gateway records in the ledger: one per generation, when its HTTP request has
 ended, and the uptime of each unit.
 
-A generation is billed for the tokens that its reply accepted to show, as `usage` counts them. A
-prompt is billed once for all its choices, to the first choice that got a token. A request that
-never became a generation (a malformed body, an unknown key) has no fact. A request refused for lack
-of capacity has one.
+A generation is billed for the output tokens that its reply's `usage` counts. A prompt is billed once
+for all its choices, to the first choice that got a token. A request that never became a generation
+(a malformed body, an unknown key) has no fact. A request refused for lack of capacity has one.
 """
 
 from __future__ import annotations
@@ -26,13 +25,9 @@ from hadal.runtime.ledger.writer import Kept, LedgerCounts
 from hadal.stats.prices import DAY_S, PriceList, micro_usd, price_list
 
 HEARTBEAT_S = 10.0
-"""Period of writing the uptime of units to the ledger: the most node-hours that `kill -9` can
-lose.
-"""
+"""Period of writing units' uptime to the ledger; `kill -9` loses at most this much of it."""
 _LOOK_S = 1.0
-"""Period of writing node-hours while requests end, so that they never lag far behind the
-requests.
-"""
+"""Period of writing uptime while requests are charged, so that the ledger has both up to date."""
 _CLOSE_S = 10.0
 STANDARD = "standard"
 """Tier of interactive requests."""
@@ -85,7 +80,7 @@ class Accounting:
         """(unit, epoch) -> (role, Unix time when it came up)."""
         self._looked_s = 0.0
         self.tier_to_pico_usd: Counter[str] = Counter({STANDARD: 0, BATCH_TIER: 0})
-        """Amount charged since the process started, by tier."""
+        """Tier -> pico-dollars charged since the process started."""
         self._on_charged = on_charged
 
     def most(self, num_prompt: int, num_output: int, *, is_batch: bool = False) -> int:
@@ -128,7 +123,7 @@ class Accounting:
             tokens_hit = meter.num_cached if is_payer else 0
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
-            # A prompt that is only scored has one token drawn that is not shown.
+            # If a prompt is only scored, the model still generates one token, which is not shown.
             first_s, last_s = (
                 (meter.first_token_s, meter.last_token_s) if num_output else (None, None)
             )
@@ -155,9 +150,7 @@ class Accounting:
         return facts
 
     def charge(self, facts: Iterable[RequestFact]) -> None:
-        """Write facts to the ledger and count their cost. The ledger keeps each fact once, even if
-        it is charged repeatedly.
-        """
+        """Write facts to the ledger and count their cost. The ledger keeps a repeated fact once."""
         for fact in facts:
             tier = STANDARD if fact.model == self._model else BATCH_TIER
             self.tier_to_pico_usd[tier] += fact.income_pico_usd
@@ -191,7 +184,7 @@ class Accounting:
         )
 
     def look(self) -> None:
-        """Record the uptime of the units. Called when units came or went, or time passed."""
+        """Record the uptime of the units. Called when units start or end, and periodically."""
         unix_s = self._looked_s = self._unix_time()
         now_up = {(unit.name, unit.epoch): unit.role for unit in self._units().values()}
         for key, role in now_up.items():

@@ -41,7 +41,7 @@ class Tenant:
     weight: float = 1.0
     """Share of scarce capacity, relative to other tenants (policy/fairness)."""
     models: frozenset[str] = frozenset()
-    """Models that it may use; empty: all."""
+    """Models that the tenant may use; empty: all."""
     quota: Quota | None = None
 
     @cached_property
@@ -59,9 +59,7 @@ _EVERYONE = Tenant(salt_of(b""), RIGHTS)
 
 
 def credentials(headers: Mapping[str, str]) -> str | None:
-    """Return the Authorization header; if absent, one made from `x-api-key`, as Anthropic's clients
-    send.
-    """
+    """Return the Authorization header, or one made from `x-api-key` (sent by Anthropic's clients)."""
     given, key = headers.get("authorization"), headers.get("x-api-key")
     return f"Bearer {key}" if key and not given else given
 
@@ -72,9 +70,9 @@ class Keys:
     def __init__(
         self, lines: Iterable[str] = (), *, is_closed: bool = False, is_known: bool = True
     ) -> None:
-        """`lines`: as parse_key reads them; blank ones are skipped. `is_closed`: without keys, no
-        request is accepted. `is_known`: if false, none is accepted until other keys replace these.
-        Raises ConfigError.
+        """`lines`: as parse_key reads them; blank ones are skipped. `is_closed`: no request is
+        accepted if there are no keys. `is_known`: if False, the keys are still being fetched, and
+        `check` raises 503. Raises ConfigError.
         """
         digest_to_tenant: dict[bytes, Tenant] = {}
         for digest, tenant in map(parse_key, filter(str.strip, lines)):
@@ -85,10 +83,9 @@ class Keys:
                 raise ConfigError("a key is given twice, with different values.")
             rights = tenant.rights | (first.rights if first is not None else frozenset())
             digest_to_tenant[digest] = replace(tenant, rights=rights)
-        # Digests have one length, so the time of a comparison does not reveal a key's length
-        # either.
+        # All digests have one length, so the time of a comparison does not reveal a key's length.
         self._digests = tuple(digest_to_tenant)
-        # A named tenant that is left alone in a file must not gain rights by that.
+        # A named tenant must not gain rights because the other keys were removed from the file.
         is_alone = len(self._digests) == 1 and not next(iter(digest_to_tenant.values())).given_name
         self.tenants = tuple(
             replace(tenant, rights=RIGHTS) if is_alone else tenant
@@ -103,7 +100,7 @@ class Keys:
 
     @property
     def is_open(self) -> bool:
-        """Return True if there are no keys, so that every request is accepted."""
+        """Return True if every request is accepted, because there are no keys."""
         return not self._digests and not self._is_closed
 
     @property

@@ -1,10 +1,10 @@
 """Costs of a batch's answered lines, on their way from the store to the ledger.
 
-    answer and facts, one commit --settle--> ledger --it has them--> facts are dropped
+    store --settle--> ledger --facts are durable there--> facts are dropped from the store
 
-An answer and the facts about its cost are written in one commit, and only facts read back from the
-store are charged. So every line in the output is charged, by this process or the next one, and the
-ledger keeps each fact once. Depends on the store's facts, not on lines.
+The store writes an answer and the facts about its cost in one commit, and only facts read back from
+the store are charged. So every line in the output is charged, by this process or the next one, and
+the ledger keeps each fact once. Depends on the store's facts, not on lines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BatchCharges:
         self._store = store
         self._call = call
         self._charged: set[str] = set()
-        """Request ids of facts that the ledger was given and that are still in the store."""
+        """Request ids of facts passed to the ledger and still in the store."""
         self._kept: deque[str] = deque()
         """Request ids of `_charged` that are durable in the ledger; the ledger's thread appends."""
 
@@ -43,7 +43,7 @@ class BatchCharges:
             self._gateway.desk.accounting.hear(self._hear)
 
     async def settle(self) -> None:
-        """Drop facts that the ledger has, and charge the store's others. Raises BatchesDown."""
+        """Drop stored facts that are durable in the ledger; charge new ones. Raises BatchesDown."""
         accounting = self._gateway.desk.accounting
         if accounting is None:
             return
@@ -64,8 +64,8 @@ class BatchCharges:
             self._gateway.desk.accounting.waive(facts)
 
     def close(self) -> None:
-        """Drop facts that the ledger has, now that it has been closed."""
-        with suppress(BatchesDown):  # Else they are charged again, without effect.
+        """Drop stored facts that the ledger has. Called after the ledger was closed."""
+        with suppress(BatchesDown):  # Facts that stay are charged again, without effect.
             self._store.drop_charges(list(self._kept))
 
     def _hear(self, facts: Sequence[Fact]) -> None:

@@ -61,13 +61,13 @@ T = TypeVar("T")
 
 WINDOW_S = 86_400
 MAX_TRIES = 6
-"""Tries per line for failures of the server. A line preempted by other load does not count as a
-try; only its batch's expiry ends it.
+"""Maximum tries of a line that fails by the server's fault. Failures for lack of capacity (_LOAD)
+do not count as tries; such a line is retried until its batch expires.
 """
 WITHDRAWN_S = 60.0
 """Time for which a tenant has no key before its batches are cancelled."""
 _LOOK_S = 1.0
-"""Time between two reads of the open batches, which other gateways may have added."""
+"""Period of reading the open batches from the store, to which other gateways add some."""
 _AGAIN_S = 5.0
 _FORGET_S = 3600.0
 _AHEAD = 16
@@ -80,7 +80,7 @@ _BATCH_SALT = b"hadal-batch-1"
 
 
 class BatchStops:
-    """Batches that start no more lines, and waits for capacity that a stop ends."""
+    """Stopped batches, which start no more lines. A stop also ends the line's wait for capacity."""
 
     def __init__(self) -> None:
         self._stopped: set[str] = set()
@@ -125,7 +125,7 @@ class BatchWorker:
         }
         """Endpoint that a batch names -> its dialect."""
         self._turn = asyncio.Lock()
-        """Held by the line that waits for capacity: first come, first served."""
+        """Lock of the line that waits for capacity; the other lines queue for it, first come first."""
         self._slots = asyncio.Semaphore(config.max_running)
         self._drivers: dict[str, asyncio.Task[None]] = {}
         """Batch id -> task that processes it."""
@@ -162,7 +162,7 @@ class BatchWorker:
                     if not was_said:
                         log.error("batches are paused: %s", error)
                     was_said = True
-                except Exception:  # Our own fault; interactive requests are still served.
+                except Exception:  # An internal error must not end interactive requests.
                     log.exception("batches are paused for %g s", _AGAIN_S)
                     await asyncio.sleep(_AGAIN_S)
                 try:
@@ -181,7 +181,7 @@ class BatchWorker:
                 log.error("the cost of batch requests is charged at the next start: %s", error)
 
     def close(self) -> None:
-        """Close the store. No more calls follow, and the ledger has been closed."""
+        """Close the store, after its last call and after the ledger was closed."""
         self._thread.shutdown(wait=True)
         self._charges.close()
         self.store.close()
@@ -190,7 +190,9 @@ class BatchWorker:
         return int(self._gateway.clock.unix_time())
 
     async def _look(self) -> None:
-        """Read the open batches, stop ended ones, and start a task for each batch in turn."""
+        """Read the open batches, stop cancelled, late and withdrawn ones, and start a task for each
+        tenant's first batch.
+        """
         batches = await self.call(self.store.open_batches)
         self.num_waiting = sum(
             batch.num_total - batch.num_completed - batch.num_failed
@@ -203,7 +205,7 @@ class BatchWorker:
                 self._stops.stop(batch.id)
             is_in_turn = (
                 batch.tenant not in busy
-                or batch.status == VALIDATING  # Its errors are reported at once.
+                or batch.status == VALIDATING  # Errors in its file are reported without waiting.
                 or batch.id in self._stops
             )
             busy.add(batch.tenant)
@@ -363,9 +365,9 @@ class BatchWorker:
         return work
 
     async def _let_in(self, batch: BatchRow, work: Work, request_id: str) -> Reply | None:
-        """Begin a line once there is spare capacity and the quota admits it. It occupies a slot
-        until `_run` releases it. None: it is not to be started any more. Raises ApiError for errors
-        that waiting cannot fix.
+        """Begin a line once there is spare capacity and the quota admits it. Its reply occupies a
+        slot until `_run` releases it. Return None if the batch may start no more lines. Raises
+        ApiError for errors that waiting cannot fix.
         """
         formatter = self._dialects[batch.endpoint].format(work)
         while self._tenant_of(batch) is not None:
@@ -384,7 +386,7 @@ class BatchWorker:
                 finally:
                     if reply is None:
                         self._slots.release()
-            # A tenant that waits for its quota occupies neither turn nor slot meanwhile.
+            # A line that waits for its tenant's quota occupies neither `_turn` nor a slot.
             if found is not None:
                 wait_s = float(found.headers.get("Retry-After", 1))
                 await asyncio.sleep(min(wait_s, _LOOK_S))
@@ -392,7 +394,7 @@ class BatchWorker:
 
     async def _until_spare(self, batch: BatchRow, work: Work) -> Ticket | ApiError | None:
         """Wait for spare (off-peak) capacity. Return the line's ticket, or the refusal of its
-        tenant's quota; None if it is not to be started any more.
+        tenant's quota; None if the batch may start no more lines.
         """
         while (tenant := self._tenant_of(batch)) is not None:
             try:
@@ -439,7 +441,7 @@ class BatchWorker:
             else:
                 await self._refuse(batch, line, request_id, refusal, tries, facts)
         except BatchesDown:
-            self._charges.waive(facts)  # Unless a later read finds the answer recorded after all.
+            self._charges.waive(facts)  # If the answer was stored after all, `settle` charges it.
             raise
         finally:
             self.num_running -= 1
@@ -462,9 +464,7 @@ class BatchWorker:
         self.outcomes["failed" if is_error else "completed"] += is_new
 
     async def _until_up(self, batch: BatchRow, function: Callable[[], T]) -> T:
-        """Return a store call's result, retrying while it is down. Raises BatchesDown once
-        expired.
-        """
+        """Call the store, and retry while it is down. Raises BatchesDown once the batch is late."""
         while True:
             try:
                 return await self.call(function)
@@ -483,9 +483,7 @@ class BatchWorker:
         tries: Counter[int],
         facts: Sequence[RequestFact] = (),
     ) -> None:
-        """Record the error of a line as its answer, or leave it for a retry if the server
-        failed.
-        """
+        """Record a line's error as its answer, or leave the line for a retry (_LATER, MAX_TRIES)."""
         tries[line.number] += error.status not in _LOAD
         if error.status in _LATER and error.code != NEVER_CODE and tries[line.number] < MAX_TRIES:
             self.outcomes["again"] += 1
@@ -496,7 +494,7 @@ class BatchWorker:
 
 
 def _api_error(error: Exception) -> ApiError:
-    """Return the error to record for a line. A fault of ours fails that line, not its batch."""
+    """Return the error to record for a line. An internal error fails that line, not its batch."""
     if not isinstance(error, HadalError):
         log.error("a request of a batch failed", exc_info=error)
         return internal_error()

@@ -44,18 +44,18 @@ class Desk:
         self._patience = patience
 
     def reserve(self, work: Work, tenant: Tenant, *, is_batch: bool = False) -> Ticket:
-        """Return the ticket that `begin` needs; the caller awaits nothing else in between. Raises
-        ApiError, 429 or 503.
+        """Return the ticket that `begin` needs, if the request is admitted. The caller must not
+        await anything before `begin`. Raises ApiError 429 or 503.
         """
         generations = [choice.generation for choice in work.choices]
         costs = self._most_pico_usd(work, tenant, is_batch=is_batch)
         return self._link.reserve(work.choices[0].generation.tenant, generations, costs)
 
     def _most_pico_usd(self, work: Work, tenant: Tenant, *, is_batch: bool) -> tuple[int, ...]:
-        """Return the highest cost of each generation; none for a tenant without a budget."""
+        """Return the highest cost of each generation; empty if the tenant has no budget."""
         if self.accounting is None or tenant.quota is None or not tenant.quota.day_pico_usd:
             return ()
-        # The prompt is charged once, and the choice that carries the charge is not known yet.
+        # A prompt is charged once, to a choice that is not known yet; here to its first choice.
         n, most = work.ask.n, self.accounting.most
         likely = self._service.limits.likely_output_tokens
         is_limited = work.ask.max_tokens is not None

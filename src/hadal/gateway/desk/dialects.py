@@ -1,4 +1,4 @@
-"""APIs of generations: how their bodies become work, and how their replies are written.
+"""Dialects: the APIs for generations. Each turns bodies into work and formats replies.
 
 The structs of a dialect's bodies and replies are in its folder of gateway/api; its class here
 connects them to the service. To add a dialect, write its folder and its class, and add a line to
@@ -42,11 +42,11 @@ class Dialect(Protocol[W]):
     """One API of generations."""
 
     name: str
-    """Label of its requests in the metrics."""
+    """Label of the dialect's requests in the metrics."""
     paths: tuple[str, ...]
-    """Paths of its endpoint; /openapi.json has the first."""
+    """Paths of the endpoint; /openapi.json lists only the first."""
     id_prefix: str
-    """Beginning of its replies' ids."""
+    """Prefix of reply ids."""
 
     async def parse(self, body: bytes, reply_id: str, tenant: Tenant) -> W:
         """Return the work that a body asks for. Raises RequestError, ApiError."""
@@ -127,11 +127,11 @@ class MessagesDialect:
 
 @dataclass(frozen=True)
 class ResponseWork(Work):
-    """Work of a response, with the request that its reply repeats."""
+    """Work for /responses, with the request, because the reply repeats its fields."""
 
     asked: ResponsesRequest
     keep: Callable[[bytes, Turn], None] | None
-    """Function that stores the finished response; None: it is not to be kept."""
+    """Function that stores the finished response; None if it is not to be stored."""
 
 
 class ResponsesDialect:

@@ -19,7 +19,7 @@ class Doors:
         return self._draining.is_set()
 
     async def wait_draining(self) -> None:
-        """Wait until a drain is requested; the caller bounds the wait by the process's life."""
+        """Wait until a drain is requested. There is no timeout: callers cancel it as they end."""
         await self._draining.wait()
 
     async def wait_idle(self, timeout_s: float) -> bool:

@@ -48,23 +48,23 @@ from hadal.roles.front.tenants import RECENT_S
 log = logging.getLogger("hadal.gateway")
 
 _SILENT_S = 8 * GATEWAY_HEARTBEAT_S
-"""Heartbeat timeout of the front: after this time its last state no longer counts."""
+"""Heartbeat timeout of the front; after it, the front's last snapshot is not used."""
 _CLOSING_S = 2.0
-"""Time for the front to report the units of a generation that was left."""
+"""Maximum wait for the front to report the units of an abandoned generation."""
 _PAGE_S = MAX_WAIT_S + 10.0
-"""Time to wait for a page: the slowest, /trace, waits for a unit's steps. A crashed front is
-noticed sooner.
+"""Maximum wait for a page. The slowest, /trace, waits for a unit's steps. If the front crashes, the
+wait ends sooner.
 """
 _SAY_AGAIN_S = RECENT_S / 2
-"""Age up to which a charge is sent again to a new front."""
+"""Maximum age of a charge that is sent again to a new front."""
 _LET_IN_S = 1.0
-"""A front that still sent heartbeats this long after a generation was sent had admitted it."""
+"""Time after sending a generation; a front with a later heartbeat counts as having admitted it."""
 _NO_FRONT = FrontSnapshot(False, {}, {}, {role: {} for role in ROLES}, Totals())
 
 
 @dataclass
 class _Sent:
-    """Generation that was sent to the front, or waits for one."""
+    """Generation that was sent to the front, or waits for a new front."""
 
     mailbox: Mailbox
     generation: Generation
@@ -72,18 +72,18 @@ class _Sent:
     most_pico_usd: int
     """Highest cost, in pico-dollars; 0 without a budget."""
     is_admitted: bool = False
-    """True if a front admitted it, even if that front has ended since."""
+    """True if a front admitted the generation, even if that front has ended since."""
     output: list[int] = field(default_factory=list)
     """Tokens of the generation so far."""
     is_resumed: bool = False
-    """True if it went to another front with a part of its output. The cached tokens of its prompt
-    were counted before.
+    """True if the generation had output when it was sent to a new front. Its prompt's cached tokens
+    have been counted before.
     """
 
     def again(self, front_spoke_s: float) -> Generation:
-        """Return the generation as a new attempt that continues after its tokens so far. The next
-        front decides on admission if the previous one may never have seen it; that one's last
-        heartbeat was at `front_spoke_s`.
+        """Return the generation as a new attempt that continues after its tokens so far.
+        `front_spoke_s`: last heartbeat of the previous front. If that front may never have received
+        the generation, the next front decides on admission.
         """
         self.is_admitted |= bool(self.output) or front_spoke_s >= self.sent_s + _LET_IN_S
         self.is_resumed = bool(self.output)
@@ -103,8 +103,8 @@ def _ticket_of(choices: Sequence[_Sent]) -> Ticket:
 
 
 ATTEMPTS_OF_A_FRONT = 1 << 20
-"""Larger than the number of attempts of one front. So units never confuse an attempt of the next
-front with one of the last.
+"""Offset between the attempt numbers of two fronts. One front makes fewer attempts than this, so
+units never confuse an attempt of the new front with one of the old.
 """
 
 
@@ -198,7 +198,7 @@ class FarHost(Doors):
         """Do nothing: the gateway with the front reads the keys, and so the quotas."""
 
     def unread(self) -> tuple[str, ...]:
-        """Return none: the gateway with the front reads the ledger."""
+        """Return (): the gateway with the front reads the ledger."""
         return ()
 
     def spent(self, spent: Spent) -> None:
@@ -248,7 +248,7 @@ class FarHost(Doors):
         self._draining.set()
 
     def heartbeat(self, pid: int) -> None:
-        """Report to the supervisor, and to the gateway with the front, that this process works."""
+        """Send a heartbeat to the supervisor and to the gateway with the front."""
         for whom in (SUPERVISOR, FRONT):
             self._wire.send(whom, GatewayHeartbeat(self._name, pid))
 
@@ -261,9 +261,7 @@ class FarHost(Doors):
         self._wire.send(FRONT, UnitDown(self._name, "it has ended"))
 
     async def page(self, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """Return a page of the gateway with the front. Raises ApiError 503 while it is not
-        running.
-        """
+        """Return status and body of a page of the front's gateway. Raises ApiError 503 if it is down."""
         answer = await self.pages.ask(FRONT, path, query, _PAGE_S)
         if answer is None:
             raise overloaded(503, "The front is being restarted; try again.", 1.0, "no_front")
@@ -302,12 +300,12 @@ class FarHost(Doors):
             if (sent := self._sent.get(request_id)) is not None:
                 self._pass_on(sent, deliver)
             elif mailbox is not None and deliver.final:
-                mailbox.put(deliver)  # It names the generation's units.
+                mailbox.put(deliver)  # A final delivery names the generation's units.
                 self._left(request_id)
             elif mailbox is None and not deliver.final:
                 unknown.append(
                     request_id
-                )  # Abandoned, or a generation of this gateway's predecessor.
+                )  # Abandoned, or opened by the process that this gateway replaced.
         if unknown:
             self._wire.send(FRONT, Leave(self._name, tuple(unknown)))
 

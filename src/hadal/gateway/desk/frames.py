@@ -31,7 +31,7 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 class ConsoleFrame(msgspec.Struct, frozen=True):
-    """State of a server at one instant. None and empty: not known."""
+    """State of a server at one instant. None or an empty value: not known."""
 
     unix_s: float
     overview: Overview | None = None

@@ -26,8 +26,8 @@ COUNTS_TIMEOUT_S = 1.0
 def pages_of(
     gateway: Gateway, host: Host, run_status: RunStatus, keys_page: Page | None = None
 ) -> dict[str, Page]:
-    """Return the pages of the gateway with the front, for itself and for the others. `keys_page`:
-    the API keys, for the others only; None: they have the keys already.
+    """Return path -> page of the gateway with the front. `keys_page`: page with the API keys, for
+    the other gateways only; None: they already have the keys.
     """
 
     async def metrics(query: Mapping[str, str]) -> tuple[int, bytes]:

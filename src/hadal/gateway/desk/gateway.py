@@ -1,4 +1,4 @@
-"""Parts of a gateway that its endpoints share. Each part is complete when it is made."""
+"""Parts of a gateway that its endpoints share. Each part's constructor sets it up completely."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     degraded   something is missing                    200, or 503 if a role has no rank left
     draining   running requests may finish, none begins  503
 
-Values in, values out.
+No I/O.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def missing_of(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]
     """Yield names of units that are not up or have no leader ("decode-1"), and of missing ranks
     ("decode-0.2").
 
-    A fleet misses a unit when it has fewer than its floor; the missing ones are named by number,
-    from 0.
+    A role with fewer units than the deployment wants (a fleet: than its floor) misses the difference.
+    The missing units are named by the lowest unused numbers.
     """
     for role in ROLES:
         up, wanted = snapshot.role_to_units.get(role, {}), units_of(deployment, role).units

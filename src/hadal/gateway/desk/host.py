@@ -87,7 +87,7 @@ class WakeTimer:
         self._time_s = 0.0
 
     def set(self, time_s: float) -> None:
-        """Call `ring` at this time, and no longer at the time set before."""
+        """Call `ring` at this time instead of the time set before."""
         if self._handle is not None:
             if time_s == self._time_s:
                 return
@@ -117,8 +117,8 @@ class Host(Doors):
         others: Iterable[str] = (),
         calls: RecordedRole | None = None,
     ) -> None:
-        """`others`: gateways with generations that this front serves as well. `epoch`: the front's,
-        new at every start. `calls`: receives the front's events in its place, to record them
+        """`epoch`: the front's epoch, new at every start. `others`: gateways without a front; this
+        front serves their generations. `calls`: recorder through which all events reach the front
         (runtime/recorder); None: nothing is recorded.
         """
         super().__init__()
@@ -166,7 +166,7 @@ class Host(Doors):
             raise
 
     async def _serve(self) -> None:
-        # First of all: generations that the gateways have open now belong to this front.
+        # The new epoch makes other gateways send this front their open generations.
         self._tell_others()
         if self._others.is_expected:
             self._idle.clear()
@@ -185,13 +185,12 @@ class Host(Doors):
             if any(isinstance(message, UnitUp | UnitDown) for message in messages):
                 for listener in self.unit_listeners:
                     listener()
-                # Sent at once, not with the next heartbeat: all gateways shall report the same
-                # health.
+                # Sent without waiting for the heartbeat, so that all gateways report one health.
                 self._tell_others()
 
     def check_room(self, tenant: str) -> None:
-        """Raise ApiError, 429 or 503, if one more generation of the tenant would not be admitted. A
-        check before the body is read saves reading it.
+        """Raise ApiError, 429 or 503, if one more generation of the tenant would not be admitted.
+        Called before the body is read, which saves reading it.
         """
         self._check(tenant, 1)
 
@@ -199,8 +198,8 @@ class Host(Doors):
         self, tenant: str, generations: Sequence[Generation], most_pico_usd: tuple[int, ...] = ()
     ) -> Ticket:
         """Return the ticket with which `open` submits these generations, all of them or none. The
-        caller awaits nothing in between. `most_pico_usd`: highest cost of each, empty without a
-        budget. Raises ApiError, 429 or 503.
+        caller must not await anything before `open`. `most_pico_usd`: highest cost of each, empty
+        without a budget. Raises ApiError, 429 or 503.
         """
         num_tokens = sum(len(generation.prompt) for generation in generations)
         self._check(tenant, len(generations), num_tokens, sum(most_pico_usd))
@@ -223,7 +222,7 @@ class Host(Doors):
             raise as_error(refusal)
 
     def counting_refusal(self, tenant: str) -> Refusal | None:
-        """Return the refusal that `check_counting` raises."""
+        """Return the refusal that `check_counting` raises, or None."""
         return self._front.admission.counting_refusal(self._now(), tenant)
 
     def counted(self, tenant: str, num_tokens: int) -> None:
@@ -235,15 +234,15 @@ class Host(Doors):
         self._handle([Quotas(unix_s, quotas)])
 
     def charged(self, charged: Charged) -> None:
-        """Handle that a generation's fact was written to the ledger."""
+        """Pass the recorded charge of one generation to the front."""
         self._handle([charged])
 
     def unread(self) -> tuple[str, ...]:
-        """Return tenants with budgets for which the ledger has to be read."""
+        """Return tenants with a budget and spending that was not read from the ledger yet."""
         return self._front.unread()
 
     def spent(self, spent: Spent) -> None:
-        """Handle that the ledger was read."""
+        """Pass the tenants' spending, read from the ledger, to the front."""
         self._handle([spent])
 
     def open(self, generations: Sequence[Generation], ticket: Ticket) -> Mailbox:
@@ -261,16 +260,16 @@ class Host(Doors):
             return
         self._handle(
             [Cancel(request_id, -1)]
-        )  # Its last delivery is dropped but still reports its units.
+        )  # The generation's last delivery is dropped, but its units are recorded.
         self._forget(request_id)
 
     def close(self, mailbox: Mailbox, then: Callable[[], None]) -> None:
-        """End a request: stop its generations that still run. `then` is called once the front has
-        reported the units of all of them, here at once.
+        """End a request: stop its generations that still run, and call `then`. There is no wait, as
+        the front in this process reports their units within the call.
         """
         for request_id in reversed(
             list(mailbox.open_ids)
-        ):  # Queued ones first: cancelling must start none of them.
+        ):  # Queued ones first; otherwise cancelling a running one could start them.
             self.cancel(mailbox, request_id)
         then()
 
@@ -281,10 +280,7 @@ class Host(Doors):
             self._handle([Drain()])
 
     async def audit(self, units: Iterable[str], timeout_s: float) -> tuple[list[str], list[Audit]]:
-        """Have the front and all units check their ledgers. Return (problems, the units'
-        answers).
-        """
-
+        """Have the front and all units check their ledgers. Return (problems, units' answers)."""
         units = tuple(units)
         answers = await self.questions.audit(units, timeout_s)
         problems = [f"front: {problem}" for problem in self._front.check()]
@@ -295,7 +291,7 @@ class Host(Doors):
         return problems, list(answers.values())
 
     def heartbeat(self, pid: int) -> None:
-        """Report to the supervisor and the other gateways that this process works."""
+        """Send a heartbeat to the supervisor and to the other gateways."""
         units = tuple(self._front.units.by_name)
         self._wire.send(SUPERVISOR, GatewayHeartbeat(GATEWAY, pid, units))
         self._tell_others()
@@ -304,11 +300,11 @@ class Host(Doors):
         """Do nothing: the supervisor reports the end of this process to the others."""
 
     async def page(self, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """Return a page that this process has. Raises HadalError."""
+        """Return status and body of a page of this process. Raises HadalError."""
         return await self.pages.table[path](query)
 
     async def ask_others(self, path: str, timeout_s: float) -> dict[str, bytes]:
-        """Return a page of each present gateway that answers in time."""
+        """Return gateway -> body of its page, for the present gateways that answer in time."""
         names = self._others.present
         answers = await asyncio.gather(
             *(self.pages.ask(name, path, {}, timeout_s) for name in names)

@@ -2,10 +2,10 @@
 
     resp_1_0f3a...    kept by the second gateway, in its memory, for its tenant alone
 
-Each gateway keeps its own responses, and the number in an id names that gateway. A gateway fetches
-another gateway's response from it: the one with the front directly, the others through that one. A
-gateway that ends loses its responses; nothing is written to a disk. Above the limit of bytes, the
-tenant with the most bytes loses its oldest response first.
+Each gateway keeps its own responses, and the number in an id names that gateway. The gateway with
+the front asks other gateways directly for theirs; the others ask through it. A gateway that ends
+loses its responses; nothing is written to a disk. Above the limit of bytes, the tenant with the
+most bytes loses its oldest response first.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ PATH = "/responses"
 WAIT_S = 5.0
 _ID = re.compile(r"resp_(\d{1,3})_[0-9a-f]{32}")
 _MAX_NAMED = 64
-"""Largest number of responses that a request's item references may need."""
+"""Maximum number of kept responses to which the item references of one request may point."""
 _ENTRY_BYTES = 512
-"""Bytes of an entry besides its texts."""
+"""Approximate memory of an entry besides its texts, bytes."""
 _MAX_SENT_BYTES = 16 << 20
-"""Longest response that is kept: a longer one could not be sent to another gateway."""
+"""Largest response that is kept: a larger one could not be sent to another gateway."""
 
 
 class KeptResponse(msgspec.Struct, frozen=True):
-    """One response. `turns`: the whole conversation up to its end, without instructions."""
+    """One response. `turns`: the conversation including the response, without instructions."""
 
     body: bytes
     input: bytes
@@ -90,7 +90,7 @@ class KeptResponses:
         return len(self._entries)
 
     def put(self, tenant: str, response_id: str, response: KeptResponse) -> None:
-        """Keep a response from now on."""
+        """Store a response, unless it is too large."""
         num_bytes = response.num_bytes
         if num_bytes > min(self.max_bytes, _MAX_SENT_BYTES):
             return
@@ -144,7 +144,7 @@ class KeptResponses:
 
 
 def kept_responses(settings: GatewayConfig, now: Callable[[], float]) -> KeptResponses:
-    """Return an empty store for responses, of the size and time that the settings name."""
+    """Return an empty store for responses, with the limits of size and time from the settings."""
     return KeptResponses(settings.keep_responses_mb << 20, settings.keep_responses_s, now)
 
 
@@ -159,7 +159,7 @@ class Responses:
     def __init__(
         self, own: KeptResponses, host: _HasPages, name: str, gateways: tuple[str, ...]
     ) -> None:
-        """`name`: this gateway's, one of `gateways`; the first of them has the front."""
+        """`name`: this gateway's name. `gateways`: all names; the first gateway has the front."""
         self.own = own
         self._host = host
         self._name = name
@@ -241,8 +241,8 @@ class Responses:
         asked: ResponseAsk,
         items: bytes,
     ) -> Callable[[bytes, Turn], None] | None:
-        """Return a function that keeps a response when it has ended; None if it is not to be kept.
-        `items`: its input, for later requests of it.
+        """Return a function that stores a response when it has ended; None if it is not to be stored.
+        `items`: the response's input items, as JSON.
         """
         if asked.request.store is False or not self.own.keep_s:
             return None

@@ -2,11 +2,11 @@
 
     file --once a second, if it changed--> the gateway with the front --asked by path--> the others
 
-An unreadable file changes nothing, and the log says why. A file without keys changes nothing
-either. Nor does one without any of the previous tenants, unless `hadal keys revoke` noted there
-that it removed them: an accident may have emptied or overwritten it. A file that differs at each
-look is still being written, and is read once it is stable. The other gateways may run on hosts
-without the file; they refuse all requests until they have its keys.
+The previous keys stay, and the log has the reason, if the file is unreadable, has no keys, or has
+none of the previous tenants: an accident may have emptied or overwritten it. Tenants that `hadal
+keys revoke` noted as removed may be missing. A file that differs at each look is still being
+written, and is read once it is stable. The other gateways may run on hosts without the file; they
+refuse all requests until they have its keys.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ log = logging.getLogger("hadal.gateway")
 PATH = "/keys"
 """Path under which the gateway with the front sends the keys to the others."""
 FOLLOW_S = 1.0
-"""Time between two looks at the file."""
+"""Period of checking for changed keys."""
 _COMMENT = "#"
 _REVOKED = "# revoked: "
-"""Prefix of a note: the name of a tenant that `hadal keys revoke` removed follows."""
+"""Prefix of a note in the file, before the name of a tenant removed by `hadal keys revoke`."""
 _UNCHANGED = 304
 
 
 def read_lines(path: Path) -> tuple[str, ...]:
-    """Return the lines of a keys file that contain valid keys. Raises ConfigError, which names the
-    bad line but does not show it.
+    """Return the lines of a keys file that contain keys. Raises ConfigError, which gives the number
+    of an invalid line but does not show the line.
     """
     return _keys_in(path, _lines(path))
 
@@ -71,7 +71,7 @@ def _text(path: Path) -> str:
 
 
 def names_in(path: Path) -> set[str]:
-    """Return the tenants of a keys file. Raises ConfigError."""
+    """Return the names of a keys file's tenants. Raises ConfigError."""
     return _names(read_lines(path))
 
 
@@ -144,7 +144,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:
-    """Write the file. If root writes it for a server of another account, the owner stays."""
+    """Write the file. Its owner stays, also if root writes it."""
     text = "\n".join(lines).strip("\n")
     try:
         replace_private(path, f"{text}\n".encode())
@@ -163,7 +163,7 @@ class KeysFile:
         """Tenants of the last accepted content."""
         self._seen: tuple[int, ...] = ()
         self._coming: tuple[int, ...] = ()
-        """Different state seen at the last look: the file is read once this state is stable."""
+        """Changed `_stat` at the last look; the file is read if the next look finds the same."""
         self._answer: tuple[str, bytes] = ("", b"")
         """Answer to other gateways: a digest of the keys, and their lines."""
 
@@ -219,7 +219,7 @@ class KeysHeard:
         self._digest = ""
 
     async def changed(self) -> Keys | None:
-        """Return the keys if they have changed since the last time. Raises ConfigError."""
+        """Return the keys if they have changed since the last call, else None. Raises ConfigError."""
         answer = await self._ask({"digest": self._digest})
         if answer is None or answer.status != 200 or not answer.body:
             return None
@@ -231,7 +231,7 @@ class KeysHeard:
 async def follow(
     changed: Callable[[], Awaitable[Keys | None]], take: Callable[[Keys], None]
 ) -> None:
-    """Accept new keys whenever they change, until cancelled."""
+    """Check for changed keys every FOLLOW_S and pass them to `take`, until cancelled."""
     while True:
         try:
             keys = await changed()

@@ -1,8 +1,7 @@
-"""Threads that process bodies before admission, so that an expensive body does not delay cheap
-ones.
+"""Threads that process bodies before admission, so that costly bodies do not delay cheap ones.
 
-    short      bodies of at most SHORT_BYTES: the longest turn between two tenants' requests
-    long       larger bodies: a turn is one body, which gateway/text/lengths bounds by the context
+    short      bodies of at most SHORT_BYTES, which bounds the wait for another tenant's turn
+    long       larger bodies, bounded by the model's context (gateway/text/lengths)
     grammars   schemas and tools: each check may cost a process and its restart
 
 In each lane a tenant has one request at a time, so tenants take turns. The tokenizer library

@@ -27,12 +27,10 @@ class FrontWire(Protocol):
 
 
 class FrontLink(Protocol):
-    """Methods of the front for a gateway, and the gateway's own drain. All are called from the
-    event loop's thread.
-    """
+    """A gateway's calls to the front, and its own drain. Used by the event loop's thread."""
 
     has_front: bool
-    """True in the process that holds the front."""
+    """True in the process that runs the front."""
     pages: Pages
 
     @property
@@ -54,16 +52,16 @@ class FrontLink(Protocol):
         """Return the front's state as this gateway last received it."""
 
     def check_room(self, tenant: str) -> None:
-        """Raise ApiError, 429 or 503, if one more generation of the tenant would not be admitted. A
-        check before the body is read saves reading it.
+        """Raise ApiError, 429 or 503, if one more generation of the tenant would not be admitted.
+        Called before the body is read, which saves reading it.
         """
 
     def reserve(
         self, tenant: str, generations: Sequence[Generation], most_pico_usd: tuple[int, ...] = ()
     ) -> Ticket:
         """Return the ticket with which `open` submits these generations, all of them or none. The
-        caller awaits nothing in between. `most_pico_usd`: highest cost of each, empty without a
-        budget. Raises ApiError, 429 or 503.
+        caller must not await anything before `open`. `most_pico_usd`: highest cost of each, empty
+        without a budget. Raises ApiError, 429 or 503.
         """
 
     async def check_counting(self, tenant: str) -> None:
@@ -99,16 +97,16 @@ class FrontLink(Protocol):
         """Admit nothing new; running requests continue."""
 
     async def wait_draining(self) -> None:
-        """Wait until a drain is requested; the caller bounds the wait by the process's life."""
+        """Wait until a drain is requested. There is no timeout: callers cancel it as they end."""
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no generation is open. Return False after `timeout_s`."""
 
     def heartbeat(self, pid: int) -> None:
-        """Report to the supervisor that this process works."""
+        """Send a heartbeat to the supervisor and to the gateways on the other side of the link."""
 
     async def page(self, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """Return a page of the front's process. Raises HadalError."""
+        """Return status and body of a page of the front's process. Raises HadalError."""
 
     def end(self) -> None:
         """End the link: nothing more is sent or received."""

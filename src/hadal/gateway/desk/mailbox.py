@@ -80,11 +80,11 @@ class Mailbox:
         self.log_id = log_id
         """Id of the HTTP request, for the log."""
         self.gone = False
-        """True once the client left, so that the deliveries have no reader."""
+        """True once the client left or stopped reading."""
         self.open_ids: dict[str, int] = {}
         """Generations without their last delivery yet -> index of the choice."""
         self.closings: dict[str, Closing] = {}
-        """Closings of ended generations, also of those without deliveries any more."""
+        """Request id -> closing of an ended generation, also if its deliveries are dropped."""
         self.listener: Callable[[], None] | None = None
         """Function called for each delivery, and when the client leaves, unless a task waits in
         `take`.
@@ -109,7 +109,7 @@ class Mailbox:
                 extra=fields(request_id=self.log_id),
             )
             self.gone = True
-            # Not now: the front's effects up to this one must be sent before its next decision.
+            # Not called here: the front's pending effects must be applied before its next event.
             self._loop.call_soon(self._close, self, lambda: None)
         self._wake()
 
@@ -119,9 +119,7 @@ class Mailbox:
         self._wake()
 
     async def take(self, timeout_s: float) -> list[tuple[int, Deliver]]:
-        """Return all deliveries, in order; an empty list after `timeout_s` or when the client
-        left.
-        """
+        """Return all deliveries, in order; empty after `timeout_s` or when the client left."""
         if not self._items and not self.gone:
             self._waiter = self._loop.create_future()
             timer = self._loop.call_later(timeout_s, self._wake)

@@ -74,7 +74,7 @@ _UNIT_COUNTERS = {
 }
 _LINK_KINDS = LinkBytes.__struct_fields__
 _Cached = dict[str, tuple[str, dict[str, str]]]
-"""Metric -> (description, tier -> its name in UnitReport.cache; tier "" if there are none)."""
+"""Metric -> (description, tier -> its name in UnitReport.cache; "" for a metric without tiers)."""
 _CACHE_COUNTERS: _Cached = {
     "hadal_cache_hit_tokens": (
         "Prompt tokens whose KV a unit found in its cache, by tier.",
@@ -123,10 +123,10 @@ class Metrics:
         starts: Callable[[], Mapping[str, int]] = dict,
         missing: Callable[[FrontSnapshot], Iterable[str]] = lambda snapshot: (),
     ) -> None:
-        """`ledger`: None without a ledger; then nothing is `charged`, in pico-dollars by tier.
-        `refused`: process -> (kind of connection -> number). `gateway`: its name if there are
-        several, as a label of its own counts. `starts`: number of starts by process. `missing`:
-        names of wanted units and ranks that are not up.
+        """`ledger`: counts of the ledger; None without one. `refused`: process -> (kind of
+        connection -> number). `gateway`: label of this gateway's own counts; "" if it is the only
+        one. `charged`: tier -> pico-dollars, exported only with a ledger. `starts`: process ->
+        number of starts. `missing`: names of wanted units and ranks that are not up.
         """
         self._gateway = gateway
         self._front = _FrontCollector(snapshot, {} if refused is None else refused, starts, missing)
@@ -264,13 +264,13 @@ _decode = msgspec.msgpack.Decoder(list[_Family]).decode
 
 
 class _Collected(Collector):
-    """Metrics that were collected before."""
+    """Metrics already collected, from this gateway and others."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing, as _FrontCollector does."""
+        """Yield nothing, so that the registry does not collect in order to register."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -303,7 +303,7 @@ class OutputTokens(Collector):
         self._num_counted += num_tokens
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing, as _FrontCollector does."""
+        """Yield nothing, so that the registry does not collect in order to register."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -326,7 +326,7 @@ class _LedgerCollector(Collector):
         self._charged = charged
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing, as _FrontCollector does."""
+        """Yield nothing, so that the registry does not collect in order to register."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -363,7 +363,7 @@ class _ConnectionCollector(Collector):
         self._num_refused = num_refused
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing, as _FrontCollector does."""
+        """Yield nothing, so that the registry does not collect in order to register."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -381,7 +381,7 @@ class _BatchCollector(Collector):
         self._lines = lines
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing, as _FrontCollector does."""
+        """Yield nothing, so that the registry does not collect in order to register."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -418,7 +418,7 @@ class _FrontCollector(Collector):
         self._missing = missing
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: the registry then need not scrape to register."""
+        """Yield nothing, so that the registry does not collect in order to register."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:

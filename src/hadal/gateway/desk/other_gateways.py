@@ -75,7 +75,7 @@ class OtherGateways:
         return outbox
 
     def open_ids(self, name: str, request_ids: Collection[str]) -> list[str]:
-        """Return the ids that the gateway has open, sorted."""
+        """Return, of `request_ids`, the ones that the gateway has open, sorted."""
         return sorted(self._outboxes[name].open_ids.keys() & request_ids)
 
     def ended(self, name: str) -> list[str]:

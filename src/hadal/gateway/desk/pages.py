@@ -1,5 +1,4 @@
-"""Pages that gateways request from each other by path: facts of the front's process, counts of
-others.
+"""Pages that gateways request from each other by path, such as facts of the front's process.
 
 Depends on the wire's Query and QueryReply, not on any single page. Used by the event loop's thread.
 """

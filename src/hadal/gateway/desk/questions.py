@@ -19,9 +19,7 @@ class Questions(Generic[M]):
     async def ask(
         self, whom: Iterable[str], send: Callable[[str, int], None], timeout_s: float
     ) -> dict[str, M]:
-        """Ask all processes in `whom` by `send(name, reply_id)`. Return the answers that arrived in
-        time.
-        """
+        """Ask processes by `send(name, reply_id)`. Return name -> answer, if it came in time."""
         self._num_asked += 1
         reply_id = self._num_asked
         name_to_future = {name: asyncio.get_running_loop().create_future() for name in whom}

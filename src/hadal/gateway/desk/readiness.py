@@ -14,7 +14,7 @@ from hadal.gateway.edge.intake import Patience
 
 
 class GatewayReadiness:
-    """Record that the server could once answer requests; it outlives units."""
+    """State of the server: once requests could be served, it stays begun, even without units."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ _STREAM_HEADERS = [
 _LEFT = "the client closed the connection"
 _WAIT_S = 60.0
 _GRACE_S = 5.0
-"""Time after the front's deadline at which a late reply ends without the front."""
+"""Extra time for the front after its own deadline; then the gateway itself ends the reply."""
 _CODES = {
     400: "context_length_exceeded",
     429: "overloaded",
@@ -80,7 +80,7 @@ class ClientGone(Exception):
 
 
 async def send_within(timeout_s: float, send: Send, message: Message) -> None:
-    """Pass a message to the server, which waits while its buffer is full. Raises ClientGone."""
+    """Pass a message to the ASGI server, which waits while its buffer is full. Raises ClientGone."""
     try:
         async with asyncio.timeout(timeout_s):
             await send(message)
@@ -217,7 +217,7 @@ class Reply:
         return (self._chunks(self._pieces(news)), not self._num_open) if news else None
 
     def quiet(self) -> bytes:
-        """Return a keep-alive for a stream that received nothing. Raises ApiError if too late."""
+        """Return a keep-alive for a stream without news. Raises ApiError 504 after the deadline."""
         self._check_deadline()
         return self._format.keep_alive
 
@@ -288,8 +288,8 @@ class Reply:
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def _take(self, timeout_s: float) -> list[tuple[int, Deliver]]:
-        """Return new deliveries, or none after `timeout_s`. A delivery that only says that a tenant
-        with a quota was admitted is not new.
+        """Return new deliveries; empty after `timeout_s`. A delivery with nothing but a tenant's rate
+        limits, sent at its admission, does not count.
         """
         until_s = self._now() + timeout_s
         while True:
@@ -325,8 +325,7 @@ class Reply:
         """Send a part of the body. Raises ClientGone if the client does not read."""
         message = {"type": "http.response.body", "body": data, "more_body": more}
         await send_within(self._patience.send_s, send, message)
-        # After the last byte the server reports the end of the connection in the same way; that is
-        # not a failure.
+        # After the last byte, `gone` may only mean that the connection ended normally.
         if more and self.mailbox.gone:
             raise ClientGone(_LEFT)
 
@@ -336,7 +335,7 @@ class _RunningStream:
 
     def __init__(self, reply: Reply, outlet: Outlet) -> None:
         self.rest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """Event that the reply's task has to write."""
+        """Bytes of the next event that the reply's task itself must write."""
         self.due_s = reply.quiet_until_s()
         self._reply = reply
         self._outlet = outlet

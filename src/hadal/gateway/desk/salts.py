@@ -1,10 +1,9 @@
 """Salts of tenants, derived from their API keys. Requests with equal salts share KV.
 
-Salts key the hashes that name blocks (kv/names). So a tenant can neither find nor share another
-tenant's cached blocks, unless both made them public, and lookup times reveal nothing either. A salt
-is a hash: the key itself is in no message, log or file. It depends on the key alone, so a tenant
-finds its KV again after a restart, and in every deployment that shares the folder. Independent of
-rights.
+Salts key the hashes that name blocks (kv/names). So a tenant cannot find or share another tenant's
+cached blocks, or learn of them from lookup times, unless both made them public. A salt is a hash:
+the key itself is in no message, log or file. A salt depends on the key alone, so a tenant finds its
+KV again after a restart, and in every deployment that shares the KV folder. Independent of rights.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ EVERYONE = "everyone"
 
 
 def salt_of(api_key: bytes) -> bytes:
-    """Return a tenant's salt; that of the empty key if no keys are required."""
+    """Return a tenant's salt. If no keys are required, `api_key` is empty."""
     return blake2b(api_key, digest_size=_SALT_BYTES, key=_TENANT).digest()
 
 

@@ -74,8 +74,8 @@ the model writes the middle (DeepSeek-V3's technical report, 3.1).
 COUNTED_CONTEXTS = 2
 """Longest prompt that is only counted, as a multiple of the model's context."""
 OFF_LOOP_BYTES = 1024
-"""Largest body that is parsed and tokenised on the event loop; larger ones use a thread. A
-tokenizer takes 1 to 2 ms for a body of this size.
+"""Largest completion body that is parsed and tokenised on the event loop; larger ones, and chats, use
+a thread. A tokenizer takes 1 to 2 ms for a body of this size.
 """
 
 
@@ -107,9 +107,9 @@ def read_served_model(folder: Path, name: str, accepted: Collection[str] = ()) -
         chat=read_chat_format(folder, vocabulary),
         context_tokens=min(config.max_position_embeddings, max_length),
         vocab_size=config.vocab_size,
-        # As in transformers, generation_config.json's ids count alone. If it names none, replies in
-        # transformers do not end by themselves; here config.json's ids are used. Ids beyond the
-        # vocabulary are left out: the model has no logit for them, and a grammar's mask no bit.
+        # As in transformers, ids in generation_config.json replace config.json's. If it has none,
+        # config.json's are used; transformers then uses no ids. Ids beyond the vocabulary are left
+        # out: the model has no logit for them, and a grammar's mask no bit.
         eos_ids=tuple(
             each
             for each in dict.fromkeys(eos_ids or config.eos_token_ids)
@@ -122,12 +122,12 @@ def read_served_model(folder: Path, name: str, accepted: Collection[str] = ()) -
 def _read_defaults(
     path: Path, accepted: Collection[str]
 ) -> tuple[tuple[int, ...], SamplingDefaults, int]:
-    """Return generation_config.json's ids that end a reply, its sampling defaults, and the most
+    """Return generation_config.json's ids that end a reply, its sampling defaults, and the maximum
     tokens of a prompt and its reply together. The file may be missing, and null counts as absent.
     Raises CheckpointError.
     """
     read = read_json(path) if path.exists() else {}
-    # An accepted key counts as absent.
+    # A key in `accepted` counts as absent.
     fields = {key: read[key] for key in read if f"{path.stem}.{key}" not in accepted}
     eos = fields.get("eos_token_id")
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
@@ -193,7 +193,7 @@ class Work:
 
 
 def _scored(work: Work, asked: CompletionAsk) -> Work:
-    """Return the work with each prompt to be scored: log-probabilities of its tokens."""
+    """Return the work with its prompts marked for scoring (log-probabilities of their tokens)."""
     choices = tuple(
         dataclasses.replace(
             choice,
@@ -240,9 +240,9 @@ class Service:
         parse: Callable[[bytes], ChatAsk] = parse_chat,
         num_more_bytes: int = 0,
     ) -> Work:
-        """Begin a chat and return its work. `tenant` is the caller, `parse` reads the bodies of an
-        endpoint, and `num_more_bytes` is the size of other data that `parse` reads. Raises
-        RequestError, ApiError.
+        """Parse and check a chat, and return its work. `tenant` is the caller, `parse` reads the
+        bodies of an endpoint, and `num_more_bytes` is the size of other data that `parse` reads.
+        Raises RequestError, ApiError.
         """
         # Always off the loop: the template's process may use all the time that its limits allow.
         num_bytes = len(body) + num_more_bytes
@@ -254,7 +254,7 @@ class Service:
         return await self._run(self._lanes.grammars, tenant, begun)
 
     async def count(self, body: bytes, tenant: Tenant, parse: Callable[[bytes], ChatAsk]) -> int:
-        """Return the number of tokens in a chat's prompt; nothing starts. Raises as `chat` does."""
+        """Return the number of tokens in a chat's prompt. Raises RequestError, ApiError."""
 
         def number() -> int:
             parsed = parse(body)
@@ -264,7 +264,7 @@ class Service:
         return await self.off_loop(tenant, number, len(body))
 
     async def completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
-        """Begin a completion, as `chat` begins a chat."""
+        """Parse and check a completion, and return its work. Raises RequestError, ApiError."""
         if len(body) <= OFF_LOOP_BYTES:
             parsed = self._parse_completion(body)
             if parsed.ask.format is None:  # Checking a schema takes unbounded time.
@@ -534,7 +534,7 @@ class Service:
                 is_held=ask.format is not None,
             )
             grammar = self._grammar(ask, prompt, calls, budget)
-            # The seed and index alone decide: each prompt draws as if it came alone.
+            # Sampling depends on seed and index, so a prompt's replies are as if it were sent alone.
             for index in range(ask.n):
                 generation = self._generation(
                     ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, names
@@ -542,8 +542,8 @@ class Service:
                 if grammar is not None:
                     sampling = replace(generation.sampling, grammar=grammar)
                     generation = replace(generation, sampling=sampling)
-                # Named here, because a long prompt is off the event loop here. Choices of one
-                # prompt share names.
+                # Block names are computed here, because long prompts are off the event loop here.
+                # Choices of one prompt share names.
                 generation = self._names.named(generation)
                 names = generation.chain, generation.fingerprint
                 assembler = Assembler(self.model.vocabulary, reading)
@@ -568,8 +568,7 @@ class Service:
         )
         if ask.format is None and not is_held:
             return bounded if has_budget else None
-        # If the answer may be any text, the grammar constrains only the calls, each from its mark
-        # on.
+        # If the answer may be any text, the grammar constrains only the calls, from their mark on.
         is_opened = calls is not None and ask.format is None and not calls.choosing.is_forced
         thinks = (prompt.thinks or may_think) and not is_opened
         begins_after = closes if thinks else -1
@@ -603,8 +602,8 @@ class Service:
         if is_opened:
             end = control_ids[calls.format.calls_end]
             return replace(grammar, text=text, opens=begins, closes=end)
-        # The reply's parser recognises a call by its marks (gateway/text/stream), in reasoning too:
-        # bar them there.
+        # The reply's parser recognises a call by its marks, in reasoning too (gateway/text/stream).
+        # So the marks are barred in reasoning.
         prefix = prompt.prefix_ids if format is not None else ()
         return replace(grammar, text=text, prefix=prefix, barred=begins)
 
@@ -618,7 +617,9 @@ class Service:
         tenant: Tenant,
         names: tuple[bytes, str],
     ) -> Generation:
-        """`names`: the prompt's block names if it has them, and the fingerprint they belong to."""
+        """Return one choice's generation. `names`: the prompt's block names and their fingerprint;
+        empty if they are not computed yet. Raises RequestError.
+        """
         limits = self.limits
         room = self.model.context_tokens - len(prompt.ids)
         max_tokens, most = ask.max_tokens, min(room, limits.max_output_tokens or room)

@@ -15,7 +15,7 @@ from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.edge.errors import ApiError
 
 _CLOCK_S = 1.0
-"""Largest error of the Unix time by which the front separates days for budgets."""
+"""Maximum error of the front's Unix time, which separates the days of budgets."""
 KeysChanged = Callable[[], Awaitable[Keys | None]]
 """Function that returns the keys if they have changed. Raises ConfigError."""
 
@@ -59,8 +59,8 @@ class Tenancy:
             )
 
     def take(self, keys: Keys) -> None:
-        """Accept these keys and no others from now on; running requests continue. Raises
-        ConfigError for a budget without a ledger.
+        """Replace the accepted keys; running requests continue. Raises ConfigError for a budget
+        without a ledger.
         """
         self._check_budgets(keys)
         had_quotas, self.keys = bool(self.keys.quotas), keys
@@ -68,7 +68,7 @@ class Tenancy:
             self._send_quotas()
 
     async def follow(self) -> None:
-        """Accept new keys of the source whenever they change, until cancelled."""
+        """Accept the source's keys whenever they change, until cancelled."""
         self.take(self.keys)  # The event loop runs now, so the quotas can be sent to the front.
         if self._changed is not None:
             await follow(self._changed, self.take)

@@ -1,5 +1,4 @@
-"""`hadal trace`: record a live unit's next steps. Contains the answer to GET /trace and the
-command.
+"""`hadal trace`: record a live unit's next steps. Has the answer to GET /trace and the command.
 
 The unit's leader (scheduler) marks its next steps as traced; each rank records when its ops ran. A
 unit without work takes no steps: the answer is then 504, not an empty trace.

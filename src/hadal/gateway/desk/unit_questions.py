@@ -30,7 +30,7 @@ class UnitQuestions:
         self._experts = Questions[ExpertsAnswer]()
 
     async def audit(self, units: Iterable[str], timeout_s: float) -> dict[str, Audit]:
-        """Have units check their ledgers. Return the answers that arrived in time."""
+        """Have units check their ledgers. Return unit -> answer, if it arrived in time."""
 
         def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, AuditRequest(reply_id))
@@ -38,9 +38,7 @@ class UnitQuestions:
         return await self._audits.ask(units, send, timeout_s)
 
     async def trace(self, unit: str, num_steps: int, timeout_s: float) -> Trace | None:
-        """Have a unit trace its next steps. None: no answer in time, most likely for lack of
-        work.
-        """
+        """Have a unit trace its next steps. None: no answer in time, probably for lack of work."""
 
         def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, TraceRequest(reply_id, num_steps, timeout_s))
@@ -48,7 +46,7 @@ class UnitQuestions:
         return (await self._traces.ask([unit], send, timeout_s)).get(unit)
 
     async def experts(self, units: Iterable[str], timeout_s: float) -> dict[str, bytes]:
-        """Return the locations of experts, as JSON, of multi-rank units that answer in time."""
+        """Return unit -> locations of its experts, as JSON, for multi-rank units that answer in time."""
 
         def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, ExpertsRequest(reply_id))

@@ -18,8 +18,8 @@ from hadal.policy.admission import share_of
 
 _CLOSE = {"Connection": "close"}
 _DISCARD_DEADLINE_S = 2.0
-"""Maximum time for which the rest of an oversized body is read and discarded before the connection
-closes. Clients often do not read a reply while they are sending, so the reply is sent after this.
+"""Maximum time for discarding the rest of an oversized body. The error is sent afterwards, because
+clients often do not read a reply while they are sending; then the connection closes.
 """
 
 
@@ -70,7 +70,7 @@ async def discard(request: Request) -> None:
 
 
 MAX_BODIES = 256
-"""Maximum number of incomplete bodies at once. A body that arrived together with its headers is read at once."""
+"""Maximum number of incomplete bodies. A body that arrived with its headers takes a place only briefly."""
 
 
 class Bodies:
@@ -92,7 +92,7 @@ class Bodies:
         waits = self._tenant_to_waits.setdefault(tenant, {})
         if len(waits) >= share_of(self._num_max, len(self._tenant_to_waits)):
             oldest = next(iter(waits))
-            if not oldest.expired():  # Otherwise its own deadline has already ended it.
+            if not oldest.expired():  # An expired one has already been ended by its deadline.
                 del waits[oldest]
                 oldest.reschedule(asyncio.get_running_loop().time())
         timeout = asyncio.timeout(deadline_s)

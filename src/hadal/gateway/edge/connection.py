@@ -1,10 +1,11 @@
 """One TCP connection: uvicorn's protocol, with limits on headers and on clients that stall.
 
-uvicorn waits without a limit for the end of the headers and accepts any number of them, also in
+uvicorn waits without a limit for the end of the headers and accepts any number of headers and
 trailers. It also loses the body of a request that offers another protocol (`Upgrade: h2c`, which
-`curl --http2` sends). So this protocol first collects a request's head, then passes it on without
-such an offer, which a server may ignore (RFC 9110, 7.8). The kernel cuts off a client that does not
-read; the reply's own deadline has ended its generation before. Independent of routes and tenants.
+`curl --http2` sends). So this protocol first collects a request's head, then removes such an offer,
+which a server may ignore (RFC 9110, 7.8), and passes the head on. If a client does not read, the
+reply's send deadline ends its generation, and the kernel later ends the connection (UNREAD_S).
+Independent of routes and tenants.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from hadal.gateway.edge.descriptors import ConnectionLimit
 from hadal.gateway.edge.errors import ApiError, overloaded
 
 HEADERS_S = 15.0
-"""Time from the first byte of a connection or request to the end of its headers. Also the time that
-an already answered request has to finish arriving.
+"""Maximum time from the start of a connection or request to the end of the headers. Also the maximum
+time in which the rest of an already answered request must arrive.
 """
 MAX_HEADER_BYTES = 64 * 1024
 FULL_RETRY_S = 2.0
@@ -121,8 +122,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         self._num_header_bytes += len(data)
         super().data_received(data)
-        # The parser itself collects the head of a pipelined request. It also takes trailers, and
-        # the bytes between the chunks of a body.
+        # Heads of pipelined requests, trailers and chunk framing reach the parser without `_head`.
         if self._head is None and self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
 
@@ -200,7 +200,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def _headers_late(self) -> None:
         self._header_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            # A pipelined request began while another is answered; that answer must not be cut off.
+            # A pipelined request began during another's answer, which must not be cut off.
             self._header_timer = self.loop.call_later(HEADERS_S, self._headers_late)
         elif self._in_headers:
             self._refuse(

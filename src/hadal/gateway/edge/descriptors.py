@@ -19,7 +19,7 @@ MIN_RESERVED = 16
 connections that are being refused.
 """
 RESERVED_SHARE = 1 / 8
-"""Share of the limit that connections never use, if that is more than MIN_RESERVED."""
+"""Share of the descriptor limit that connections never use, if that is more than MIN_RESERVED."""
 LOG_PERIOD_S = 10.0
 """Shortest time between two log lines about refused connections."""
 

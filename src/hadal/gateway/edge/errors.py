@@ -67,8 +67,7 @@ _MESSAGE_TYPES = {
 }
 """Error types by status: Anthropic's names, or OpenAI's where Anthropic has none."""
 UNTHREADED = "thread_unsupported_request"
-"""Error code that makes Anthropic's clients send whole conversations instead of thread references.
-"""
+"""Error code; Anthropic's clients then send whole conversations instead of thread references."""
 _MESSAGE_PATHS = re.compile(r"(/anthropic)?(/v1)?/messages(/.*)?")
 
 

@@ -91,7 +91,7 @@ class Edge:
         allows = origin is not None and self._allows(origin)
         extra = [(b"x-request-id", seen.request_id.encode())]
         if is_anthropics(scope["path"]):
-            extra.append((b"request-id", seen.request_id.encode()))  # Anthropic's name for it.
+            extra.append((b"request-id", seen.request_id.encode()))  # Anthropic's header name.
         if origin is not None and allows:
             extra += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
@@ -111,7 +111,7 @@ class Edge:
         finally:
             self._log(scope, seen, (self._now() - start_s) * 1000)
             REQUEST_ID.reset(id_token)
-            scope.pop(WRITE, None)  # It refers to the scope, directly or not: a reference cycle.
+            scope.pop(WRITE, None)  # Its function refers to the scope: a reference cycle.
 
     def _answer(
         self, scope: Scope, headers: Headers, origin: str | None, allows: bool
@@ -174,9 +174,8 @@ class Edge:
         return self._guards and self._is_local and is_loopback(_origin(origin).hostname or "")
 
     def _knows(self, host: str) -> bool:
-        """Return True if the server has this name. With DNS rebinding, a page can point a name of
-        its own at this server, but it cannot own an address. So a server for the network also
-        accepts any address.
+        """Return True if the Host header names this server. DNS rebinding needs a name that a page's
+        owner controls, so a server that listens on a network also accepts any IP address.
         """
         name = host_name(host)
         if is_loopback(name) or name in self._hosts:

@@ -1,7 +1,4 @@
-"""Intake of requests: the limits that hold from a request's headers to its whole body.
-
-Depends on tenant names, not on contents.
-"""
+"""Limits on a request from its headers to its whole body. Depends on tenant names, not on contents."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from hadal.gateway.edge.permits import Permits
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits for clients, in seconds."""
+    """Time limits for clients, and the Retry-After of a refusal; all in seconds."""
 
     body_s: float = 30.0
     send_s: float = 30.0
@@ -36,7 +33,7 @@ class Intake:
         self._max_body_bytes = limits.max_body_bytes
 
     async def body_of(self, request: Request, tenant: str) -> bytes:
-        """Return the body of a request that needs a permit. Raises ApiError."""
+        """Read the body, if the tenant has a free permit. Raises ApiError, before reading if none is free."""
         self.permits.check(tenant)
         async with self.bodies.wait(tenant, self.patience.body_s):
             return await read_body(request, self._max_body_bytes)

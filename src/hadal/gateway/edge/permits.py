@@ -1,7 +1,7 @@
-"""Permits to work on requests, by tenant, for requests with whole bodies.
+"""Limit each tenant's HTTP requests in progress, counted from their whole body on.
 
-A tenant's requests take no other tenant's permits. The front counts generations (policy/admission);
-this file counts HTTP requests.
+A tenant's requests take no other tenant's permits. The front (router) limits generations instead
+(policy/admission).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hadal.gateway.edge.errors import overloaded
 from hadal.policy.admission import share_of
 
 LEFT_S = 10.0
-"""Time for which abandoned generations still occupy permits, in seconds. Starting and ending one
-costs 0.5 ms of the gateway's only thread. With 1,000 permits, a tenant that only starts and
-abandons generations takes at most 5 % of that thread.
+"""Seconds for which an abandoned generation still occupies a permit. Starting and ending a generation
+costs 0.5 ms of the gateway's only thread. With 1,000 permits, a tenant that only starts and abandons
+generations takes at most 5 % of that thread.
 """
 
 
@@ -63,8 +63,8 @@ class Permits:
                 del self._tenant_to_num[tenant]
 
     def left(self, tenant: str, num: int) -> None:
-        """Count `num` generations that a client abandoned: they occupy permits for LEFT_S more. So
-        repeated starting and abandoning costs the tenant that does it, not others.
+        """Let `num` generations abandoned by a client occupy permits for LEFT_S more, so that the
+        tenant pays for repeated starting and abandoning, not others.
         """
         self._tenant_to_left[tenant] += num
         asyncio.get_running_loop().call_later(LEFT_S, self._forget, tenant, num)

@@ -33,7 +33,7 @@ class Stream(Protocol):
         """Send new deliveries, if there are any."""
 
     def late(self) -> None:
-        """Handle that nothing arrived until `due_s`."""
+        """Send a keep-alive or an error, because nothing arrived until `due_s`."""
 
 
 class Streams:
@@ -59,7 +59,7 @@ class Streams:
 
     def ready(self, stream: Stream) -> None:
         """Push a stream soon, together with others that are ready."""
-        if not self._ready:  # In no request's context: logs would carry its id.
+        if not self._ready:  # An empty context: logs must not carry one request's id.
             asyncio.get_running_loop().call_soon(self._push, context=contextvars.Context())
         self._ready.append(stream)
 
@@ -70,7 +70,7 @@ class Streams:
                 stream.push()
 
     def _arm(self) -> None:
-        """Set the timer for the earliest `due_s`. It stays while streams postpone theirs."""
+        """Set the timer for the earliest `due_s`. Streams that postpone theirs do not move it."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
