@@ -1,6 +1,6 @@
 """Requests in a form common to all APIs: turns or prompts, answer format, and sampling.
 
-gateway/api reads bodies into these values; this room makes their text. Independent of JSON.
+gateway/api reads bodies into these values; gateway/text makes prompts of them. Independent of JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Turn:
     role: str
     content: str
     calls: tuple[PastCall, ...] = ()
-    """Calls of an assistant's turn."""
+    """Tool calls in an assistant's turn."""
     call_id: str = ""
     """Id of the call that a tool's message answers."""
     name: str = ""
@@ -44,7 +44,7 @@ class Turn:
 
     @property
     def num_chars(self) -> int:
-        """Return the total length of its texts."""
+        """Return the length of the content and of all calls' names and arguments."""
         return len(self.content) + sum(len(call.name) + len(call.arguments) for call in self.calls)
 
 
@@ -77,7 +77,7 @@ class CommonFields:
     top_p: float | None
     top_k: int | None
     sampling: Sampling
-    """Everything except temperature, top_p, top_k and seed, which have defaults of their own."""
+    """Sampling options; `with_defaults` adds temperature, top_p, top_k and seed."""
     seed: int | None
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -89,13 +89,13 @@ class CommonFields:
     cache_salt: str | None = None
     """Separate cache for one of the tenant's users. None: KV is shared within the tenant."""
     format: AnswerFormat | None = None
-    """None: any text."""
+    """Required format of the answer; None: any text."""
     omits_reasoning: bool = False
     """True: the reply shows that the model thinks, but not its reasoning."""
     ends_with_room: bool = False
     """True: max_tokens may exceed the context or the server's limit; the answer then ends there."""
     has_usage_so_far: bool = False
-    """Usage so far in each chunk of a stream, given `include_usage`."""
+    """True: each chunk of a stream has the usage so far, if `include_usage` is set."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Rendering:
     reasoning: str = ""
     """Beginning of the reply's reasoning; without a prefix, the reply continues from there."""
     opens_reply: bool = True
-    """True: the template may add the header of the next turn."""
+    """True: the template may add the header of the assistant's next turn."""
     goes_on: bool = False
     """True: the prompt ends with the last turn's text, and the reply continues it."""
 
@@ -130,9 +130,9 @@ class ChatAsk:
     budget: int | None = None
     """Maximum number of reasoning tokens; None: no separate limit."""
     budget_field: str = ""
-    """Field that set the budget."""
+    """Request field that set `budget`."""
     switch_field: str = field(default="", compare=False)
-    """Field that demands thinking; empty: none does."""
+    """Request field that demands thinking; "" if none does."""
 
 
 @dataclass(frozen=True)

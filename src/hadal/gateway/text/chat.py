@@ -37,9 +37,9 @@ _CHARS_PER_CHAR = 8
 _CHARS_PER_MESSAGE = 4096
 """Characters that a template may add to each message; more is a runaway template."""
 _TOOLS = re.compile(r"\btools\b")
-"""Pattern in a template that lists tools."""
+"""Pattern in templates that list tools."""
 _SCHEMA = re.compile(r"\banswer_schema\b")
-"""Pattern in a template that shows the model the schema of its answer."""
+"""Pattern in templates that show the model the schema of its answer."""
 _RESERVED = {
     *("messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"),
     "answer_schema",
@@ -62,7 +62,7 @@ class CallsForm(NamedTuple):
 @dataclass(frozen=True)
 class Prompt:
     """Prompt in tokens. `thinks`: the reply starts inside the reasoning. `has_thought`: the prompt
-    also contains a beginning of it. `may_think`: the model may open a reasoning itself.
+    also has the reasoning's beginning. `may_think`: the model itself may begin a reasoning.
     """
 
     ids: tuple[int, ...]
@@ -74,9 +74,7 @@ class Prompt:
     prefix_ids: tuple[int, ...] = ()
     """Tokens of `prefix`."""
     num_public: int = 0
-    """Number of first ids that depend only on the leading system messages, and are shared with all
-    tenants.
-    """
+    """Number of first ids that only leading system messages decide; all tenants share their KV."""
 
 
 class ChatFormat:
@@ -110,7 +108,7 @@ class ChatFormat:
             if name in self._templates
         )
         self.tools = next((each for each in formats if each is not None), None)
-        """Format of the model's calls; None: it cannot call."""
+        """Format of the model's calls; None: the model cannot call tools."""
         self._marks = Marks(vocabulary, (THINK_OPEN, THINK_CLOSE))
         texts = [each.text for each in self._templates.values()]
         self.has_reasoning = any(THINK_OPEN in text or THINK_CLOSE in text for text in texts)
@@ -245,8 +243,7 @@ class ChatFormat:
 
     def _calls_form(self, template: _Template) -> CallsForm:
         """Return the first form in which the template renders a call's name and its arguments as
-        JSON. Models of one family exist with templates of several forms. A template that writes
-        arguments otherwise gets the plain form.
+        JSON, or the default form if there is none. Templates differ even within a model family.
         """
         if template.calls_form is not None:
             return template.calls_form
@@ -266,8 +263,8 @@ class ChatFormat:
         return template.calls_form
 
     def _own_ids(self, turns: Sequence[Turn]) -> dict[str, str]:
-        """Return call id -> the id in the call's head, for models taught such ids: a chat may have
-        begun with another server.
+        """Return call id -> id in the model's own form, for calls with other ids (a chat may have
+        begun on another server). Empty for models without a form of their own.
         """
         if self.tools is None or not self.tools.prefix:
             return {}
@@ -307,8 +304,8 @@ class ChatFormat:
     ) -> int:
         """Return the number of first ids equal to those of the leading system messages alone.
 
-        The rendering of those messages alone contains nothing of other messages, wherever the
-        template puts them; nor do boolean switches of the template.
+        Rendering those messages alone cannot include other messages, wherever the template puts
+        them. Of the template's options only booleans are passed, because they contain no text.
         """
         leading = list(itertools.takewhile(lambda turn: turn.role == "system", turns))
         if not leading:
@@ -391,8 +388,8 @@ def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat | None:
 def raw_prompt(
     vocabulary: Vocabulary, text: str, *, max_tokens: int, adds_special: bool = True
 ) -> Prompt:
-    """Return a prompt of /completions. Control tokens in it count, because its author writes the
-    template too. `adds_special`: add the tokens that the tokenizer puts around every text.
+    """Return a prompt of /completions. Control tokens in the text keep their function, because its
+    author writes the template too. `adds_special`: add the tokenizer's tokens around every text.
 
     Raises RequestError for a prompt that is sure to exceed `max_tokens`.
     """

@@ -17,8 +17,8 @@ from hadal.gateway.text.tools import Tool
 from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
 
 CPU_S = 0.25
-"""Processor time for one grammar. A rank takes as long again, and its step waits. Of 608
-third-party schemas, the slowest took 0.05 s.
+"""Maximum processor time for checking one grammar. A rank takes as long to build it, and its step
+waits. Of 608 third-party schemas, the slowest took 0.05 s.
 """
 _TOGETHER = 16
 """Number of tool schemas checked together within CPU_S."""
@@ -38,7 +38,7 @@ class Formats:
         RequestError for an unsupported schema, ApiError 503 if the check cannot run.
         """
         plain = grammar_text(wanted.schema, follows_reasoning=False)
-        # Line breaks after reasoning would hide that no text can follow them.
+        # With line breaks allowed after reasoning, a schema that no text satisfies would pass.
         self._check_content(plain, wanted, "" if follows_reasoning else prefix)
         if not follows_reasoning:
             return plain
@@ -57,9 +57,9 @@ class Formats:
         is_opened: bool = False,
         prefix: str = "",
     ) -> str:
-        """Return the grammar's text for a reply that is calls, or that format. With `is_opened`:
-        for the calls within a reply. Raises as `text` does; errors in a tool's parameters name the
-        tool.
+        """Return the grammar's text for a reply of tool calls, or of the format `wanted` instead.
+        `is_opened`: for calls within a free reply. Raises as `text` does; errors in a tool's
+        parameters name the tool.
         """
         content = None
         if wanted is not None:

@@ -1,10 +1,9 @@
 """Limits on the length of prompts: texts far too long are refused before they are tokenised whole.
 
 Two checks precede tokenising. A text of N characters has at least N / (longest token) tokens; this
-check is free. A vocabulary with long tokens (DeepSeek's has 128 spaces) makes that bound weak. So a
-long text is tokenised piece by piece first, until the pieces have twice the allowed tokens. Cuts
-add a few tokens per piece, never that many. So a prompt costs at most four times its limit in
-tokens, for any body.
+check is free. That bound is weak for a vocabulary with long tokens (DeepSeek's has one of 128
+spaces). So a long text is first tokenised in pieces, until these have twice the allowed tokens. Cuts
+add a few tokens per piece, far fewer than that. So tokenising costs at most four times the limit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hadal.core.errors import RequestError
 PIECE_CHARS = 16 * 1024
 """Length of a piece, in characters."""
 USUAL_CHARS = 4
-"""Characters per token: up to this ratio, a text of the allowed length is tokenised at once."""
+"""Characters per allowed token; a text of up to this ratio is tokenised whole, without pieces."""
 FAR = 2
 """Multiple of the allowed tokens beyond which the pieces refuse a text."""
 

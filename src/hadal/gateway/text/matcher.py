@@ -12,9 +12,7 @@ that end together, the one that starts first. Independent of tokens.
 from __future__ import annotations
 
 _NESTED_CHARS = 256
-"""Maximum number of characters held back for starts within starts: a longer text of only those is
-no accident of a model.
-"""
+"""Maximum characters held back for patterns within patterns; models do not nest more by accident."""
 
 
 class Matcher:
@@ -23,9 +21,7 @@ class Matcher:
     __slots__ = ("_firsts", "_held", "_is_nested", "_patterns")
 
     def __init__(self, patterns: tuple[str, ...], *, is_nested: bool = False) -> None:
-        """`patterns` are not empty. `is_nested`: matches are removed, and the text around one may
-        match then.
-        """
+        """`patterns` are not empty. `is_nested`: the text around a removed match may match again."""
         self._patterns = patterns
         self._is_nested = is_nested
         self._firsts = frozenset(pattern[0] for pattern in patterns)
@@ -39,7 +35,7 @@ class Matcher:
         """
         if not self._held and self._firsts.isdisjoint(
             text
-        ):  # Most texts end here; a vocabulary may have hundreds of patterns.
+        ):  # Fast path for most texts; a vocabulary may have hundreds of patterns.
             return text, None, ""
         # Held text contains no match, so a match ends within the new text.
         text = self._held + text

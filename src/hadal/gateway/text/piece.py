@@ -14,7 +14,7 @@ from hadal.gateway.text.tools import CallDelta
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """Prompt with its tokens' log-probabilities. Each of the two forms is requested separately."""
+    """Prompt with its tokens' log-probabilities, for OpenAI's form (`is_echoed`) and vLLM's (`is_told`)."""
 
     text: str
     ids: tuple[int, ...]

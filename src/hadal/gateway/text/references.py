@@ -18,9 +18,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from hadal.core.errors import RequestError
 
 MAX_REFERRED = 1000
-"""Maximum number of schemas that the references of one schema may lead to. A schema counts once per
-dynamic scope.
-"""
+"""Maximum schemas that one schema's references may lead to, each counted once per dynamic scope."""
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
 _OTHER_FORMS = (*_NAMES, "$dynamicRef")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -53,7 +51,7 @@ class _SchemaPlace(NamedTuple):
 
 
 class LeadsNowhere(Exception):
-    """Raised for a reference that leads to no schema within its own schema."""
+    """Raised for a reference to no part of its own schema, or for references to too many schemas."""
 
 
 def resolved(schema: Schema, of: str, param: str) -> Schema:
@@ -103,7 +101,7 @@ class _Names:
         self.base = self.base_of(root, "")
 
     def base_of(self, schema: Any, outer: str) -> str:
-        """Return the URI of a schema's resource; `outer`: that of the enclosing schema."""
+        """Return the URI of a schema's resource; `outer`: the enclosing schema's URI."""
         return self._bases.get(id(schema), outer)
 
     def _read(self, schema: Any, base: str) -> None:

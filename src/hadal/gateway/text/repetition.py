@@ -31,7 +31,7 @@ def repeated_period(tokens: Sequence[int]) -> int:
 
 
 _LOOK_TOKENS = 64
-"""Number of a text's tokens between two checks, however they are grouped."""
+"""Number of tokens between two checks, independent of their grouping in deliveries."""
 
 
 class Repetition:

@@ -12,7 +12,7 @@ from hadal.gateway.text.references import resolved
 
 MAX_SCHEMA_BYTES = 1 << 16
 MAX_SCHEMA_DEPTH = 64
-"""Deepest nesting of objects and lists in a schema; a level of properties counts as three."""
+"""Deepest nesting of objects and lists in a schema; a level of properties counts as two."""
 MAX_EXACT = 2**53
 """Largest exact whole number: the grammar engine uses floats, and would round larger ones."""
 _NUMBERS = (
@@ -97,8 +97,8 @@ def _is_rounded(value: Any) -> bool:
 
 
 class _Finite:
-    """Decision which parts of a schema some finite text satisfies, as far as self-references
-    matter. Computes the least solution, starting with no reference satisfiable.
+    """Decision for each part of a schema: does its self-reference leave a finite text possible?
+    Computed as a least fixed point, starting with no reference satisfiable.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ class _Finite:
                 yield part.get("items")
 
     def _resolved(self, ref: str) -> Any:
-        """Return the target of a reference within the schema; None for others, refused later."""
+        """Return the target of a reference within the schema; None for other, invalid references."""
         if not ref.startswith("#"):
             return None
         found: Any = self._root

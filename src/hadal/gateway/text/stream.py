@@ -5,9 +5,8 @@ Each of the four stages may hold text back:
     tokens --bytes--> UTF-8 decoder --> sections ---------> control marks --> stop strings --> Piece
                       (half characters) (<think>, </think>) (taken out)       (starts of one)
 
-Control marks steer a chat and are not text of its reply, both as tokens of their own and spelled
-out. The final text depends only on the tokens, never on their grouping. Independent of JSON, HTTP
-and clocks.
+Control marks steer a chat and are not text of its reply, whether single tokens or spelled out. The
+final text depends only on the tokens, never on their grouping. Independent of JSON, HTTP and clocks.
 """
 
 from __future__ import annotations
@@ -224,7 +223,7 @@ class CallSection:
             self._reader.mark(mark)
 
     def hold(self, token: Token) -> None:
-        """Hold a token between calls until the next one decides."""
+        """Hold a token between calls until the next token shows if it is content."""
         self._gap.append(token)
 
     def held(self) -> list[Token]:
@@ -365,7 +364,7 @@ class Assembler:
         return shown + self._marks.flush()
 
     def _is_mark(self, token: int, piece: Piece) -> bool:
-        """Change sections at a think mark that is a token of its own."""
+        """Change sections if the token is a think mark. Return True if the section changed."""
         if token == self._think.close_id and self._section is Section.REASONING:
             self._drain(piece)
             self._enter(Section.CONTENT, piece)

@@ -9,7 +9,7 @@ kernel: processor time per call, and address space.
     server    ["parse", text] ──►  process     {"ok": ...} or {"error": why}; after a limit the socket closes instead,
               ["render", ...] ──►              and the next call has a new process
 
-Independent of tokens and HTTP.
+Independent of tokenizers and routes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ from hadal.tokens.grammars import complaint
 log = logging.getLogger("hadal.gateway")
 
 CPU_S = 2.0
-"""Processor time per call. Rendering a chat of 4 MiB takes a few hundredths of it."""
+"""Maximum processor time per call; rendering a chat of 4 MiB takes a few hundredths of this."""
 MEMORY_BYTES = 1 << 29
-"""Address space of the process. It uses a tenth before any template; a chat of 4 MiB uses another
-tenth.
-"""
+"""Address space of the process. An idle process uses a tenth, a chat of 4 MiB another tenth."""
 PATIENCE_S = 3.0
 """Time to wait for an answer before asking another process: this one may have been stopped."""
 DEADLINE_S = 30.0
@@ -59,7 +57,7 @@ sys.path[:] = sys.argv[4:]
 from hadal.gateway.text.template import main
 main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 """
-"""Isolated: PYTHON variables and their folders would load more modules, and memory is limited."""
+"""Program of the process. It runs with -I, as PYTHON variables could load modules, which use memory."""
 
 
 class ConfinedProcess:
@@ -150,7 +148,7 @@ class ConfinedProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # The process needs only the way to Python's files; keys and addresses stay out of it.
+            # HADAL_ variables contain keys and addresses, which the process must not have.
             environment = {
                 name: value for name, value in os.environ.items() if not name.startswith("HADAL_")
             }
@@ -259,7 +257,7 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
     template: jinja2.Template | None = None
     with socket.socket(fileno=fd) as connection:
         while call := _receive(connection):
-            # By default the signal ends the process at once, even within a single huge operation.
+            # SIGPROF ends the process at once by default, even within a single huge operation.
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             try:
                 if call[0] == "parse":

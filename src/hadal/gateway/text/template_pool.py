@@ -1,6 +1,4 @@
-"""Processes that render one template, as many as threads render at once. So rendering a long chat
-does not delay short ones.
-"""
+"""Processes that render one template, one per concurrent call: a long chat delays no short ones."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Read from a request's switches, in the forms of all services, if and how much the model should
-think, and the most tokens for it.
+"""Read a request's options for thinking (reasoning), in the forms of all services.
 
     thinking, enable_thinking, reasoning.enabled      think or do not
     reasoning_effort, reasoning.effort                how much; "none" is not at all
-    thinking_budget and its other names               most reasoning tokens
+    thinking_budget and its other names               maximum number of reasoning tokens
     chat_template_kwargs                              the template's own switches, if no other is set
 
-Two fields with different values are a 400. Values in, a value out; independent of templates.
+Two fields with different values raise RequestError (400). Independent of templates.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ mode, autumn 2026). A template that does not use the variable has only one way o
 
 
 class ThinkingSwitch(msgspec.Struct):
-    """Switch of DeepSeek, Anthropic, Zhipu, Moonshot and Fireworks."""
+    """Value of `thinking` in APIs of DeepSeek, Anthropic, Zhipu, Moonshot and Fireworks."""
 
     type: str
     budget_tokens: _Count | None = None
@@ -63,7 +62,7 @@ class ThinkingSwitch(msgspec.Struct):
 
 
 class ReasoningOptions(msgspec.Struct):
-    """Switch of OpenAI's responses, OpenRouter and Together."""
+    """Value of `reasoning` in OpenAI's Responses API, OpenRouter and Together."""
 
     effort: str | None = None
     enabled: bool | None = None
@@ -97,9 +96,9 @@ class Thinking:
     budget: int | None = None
     """Maximum number of reasoning tokens; None: only the reply's limit applies."""
     budget_field: str = ""
-    """Field that set the budget."""
+    """Request field that set `budget`."""
     switch_field: str = ""
-    """Switch that demands thinking; empty: none does. An effort only suggests it."""
+    """Request field that demands thinking; "" if none does. An effort does not demand it."""
 
 
 def read_thinking(

@@ -36,9 +36,9 @@ MAX_STRICT_BYTES = 1 << 17
 _FENCED = re.compile(r"\s*([^\s`][^\n`]*?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))")
 """NAME, a line break, a fence. Some models omit the first line break or the second."""
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,3})")
-"""Number of a call: 0 for the first one of a conversation, and so on."""
+"""Number of a call, counted from 0 within a conversation."""
 _MAX_HEAD = 256
-"""Maximum number of characters before the arguments: a longer text is not a name, and is not searched again."""
+"""Maximum number of characters before the arguments; a longer text is not searched for a name again."""
 _BARE = re.compile(r"\s*([^\s`][^\n`]*)\n\s*(?=[{\[])")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -52,15 +52,13 @@ class Tool:
     is_strict: bool = False
     """True: a grammar constrains its arguments to its parameters."""
     schema_field: str = field(default="", compare=False)
-    """Request field with its parameters."""
+    """Request field with the tool's parameters."""
     schema: dict[str, Any] | None = field(default=None, compare=False)
     """Parameters of a strict tool, with all references as plain pointers."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the schema that a grammar enforces on the arguments; any JSON object if the tool is not
-        strict.
-        """
+        """Return the schema that a grammar enforces; any JSON object if the tool is not strict."""
         if not self.is_strict:
             return ANY_JSON_OBJECT
         return self.schema or _NO_ARGUMENTS
@@ -187,9 +185,7 @@ FORMATS = {
 
 
 def format_of(control_tokens: Collection[str], template: str) -> ToolFormat | None:
-    """Return the format for these control tokens and this chat template; None: the model has
-    none.
-    """
+    """Return the format for these control tokens and this chat template; None if there is none."""
     known = [each for each in FORMATS.values() if set(each.marks) <= set(control_tokens)]
     # V3 and V3.1 share their tokens; V3's template writes a fence in earlier calls.
     fenced = "```json" in template
@@ -197,9 +193,9 @@ def format_of(control_tokens: Collection[str], template: str) -> ToolFormat | No
 
 
 def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
-    """Return the text after the system prompt if the template lists no tools itself, as DeepSeek's.
-    Those models were trained with it (model card of DeepSeek-V3.1, "ToolCall"). Its control tokens
-    count.
+    """Return the text that lists tools after the system prompt, for templates that list none, such
+    as DeepSeek's. Its models were trained with this text (model card of DeepSeek-V3.1, "ToolCall").
+    Control tokens in it keep their function.
     """
     lines = ["", "", "## Tools", "You have access to the following tools:", ""]
     for tool in tools:
@@ -229,9 +225,7 @@ def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
 
 
 def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Tool, ...]:
-    """Read a client's tools, in /chat/completions' form; `words` are used in errors. Raises
-    RequestError.
-    """
+    """Read a client's tools, in /chat/completions' form; errors use `words`. Raises RequestError."""
     if len(given) > MAX_TOOLS:
         raise RequestError(
             f"tools has {len(given)} entries; at most {MAX_TOOLS} are allowed.", "tools"
@@ -296,9 +290,7 @@ def read_choice(
     is_parallel: bool | None,
     words: ToolWords = CHAT_WORDS,
 ) -> Choosing:
-    """Read `tool_choice` and `parallel_tool_calls`, in /chat/completions' form. Raises
-    RequestError.
-    """
+    """Read `tool_choice` and `parallel_tool_calls`, as in /chat/completions. Raises RequestError."""
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not tools:
             raise RequestError(
@@ -361,7 +353,7 @@ class CallReader:
         self._raw = ""
         """Text of a call without a complete name, including marks."""
         self._held = ""
-        """Held text of a head or of arguments that may be part of something else."""
+        """Text that waits for more: an incomplete head, or a possible end of the arguments' fence."""
         self._deltas: list[CallDelta] = []
         self._shown = ""
 
@@ -435,7 +427,7 @@ class CallReader:
             self.end()
 
     def _name(self, name: str, number: int | None = None) -> None:
-        """Count a call from its name on. `number`: the one in its head."""
+        """Count a call once its name is complete. `number`: the number in its head, if any."""
         if not name:
             return
         own = f"{self.format.prefix}{name}:{number}"

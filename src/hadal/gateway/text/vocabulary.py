@@ -1,7 +1,7 @@
 """A model's tokenizer as the gateway uses it: text to ids, and each id to the bytes it stands for.
 
 Text may hold *control tokens*, the tokenizer's added tokens ("<|User|>", "</think>", end of
-sentence). The caller chooses: they count (`encode_controlled`), or they are ordinary text
+sentence). The caller chooses: they keep their function (`encode_controlled`), or are ordinary text
 (`encode_plain`). Independent of chats and streams.
 """
 
@@ -124,8 +124,8 @@ class Vocabulary:
                 yield from behind.split(self.normalized(piece), shield)
 
     def _plain_ids(self, text: str) -> list[int]:
-        """Return ids of a normalised text without control tokens. A vocabulary may list one among
-        its ordinary words; a single character never is one.
+        """Return ids of a normalised text without control tokens. If the vocabulary lists one among
+        its ordinary words too, the text is encoded character by character, which avoids it.
         """
         ids = self._word_ids(text)
         if self.mark_ids.isdisjoint(ids):
@@ -187,7 +187,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 
 
 def _chars_of_one(fields: dict[str, Any]) -> int:
-    """Return the most characters of a text that may become one character of a token; 0: any number."""
+    """Return the most text characters that may become one character of a token; 0: no limit."""
     added = fields.get("added_tokens") or []
     if any(token.get("lstrip") or token.get("rstrip") for token in added):
         return 0
