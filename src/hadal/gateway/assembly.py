@@ -72,9 +72,9 @@ def make_gateway(
     has_served: bool = False,
     folder: Path | None = None,
 ) -> Gateway:
-    """Return a complete gateway. `fingerprint`: as for roles/front. `run_id`: for a recording.
-    `name`: of the process. `has_served`: another gateway served before this one. `folder`: of the
-    run, with the supervisor's status. Raises ConfigError.
+    """Return a complete gateway. `fingerprint`: as for roles/front. `run_id`: the run's id, for a
+    recording. `name`: the process's name. `has_served`: the run could serve requests before this
+    process started. `folder`: run folder with the supervisor's status. Raises ConfigError.
     """
     path = Path(deployment.model)
     model = read_served_model(path, deployment.model_name or path.name, deployment.accept_config)
@@ -93,7 +93,7 @@ def make_gateway(
             front, wire, clock.now, epoch=made.epoch, others=gateways[1:], calls=calls
         )
         names, units = front.names, lambda: front.units.by_name
-    else:  # The front's gateway records the units' uptime.
+    else:  # `units` stays empty: the front's gateway records their uptime.
         names = FrontNames(deployment.cache, fingerprint)
         link = FarHost(name, wire, clock.now, names)
     source = _keys_source(environment, link)

@@ -63,7 +63,7 @@ from hadal.runtime.batches import (
 log = logging.getLogger("hadal.batches")
 
 UPLOAD_S = 300.0
-"""Longest time for uploading a file."""
+"""Maximum time for uploading a file."""
 MAX_OPEN_BATCHES = 100
 """Maximum number of open batches per tenant."""
 _MULTIPART_BYTES = 1 << 16
@@ -77,13 +77,13 @@ class _Upload:
     """File being uploaded."""
 
     num_kept: int
-    """Bytes of its tenant's files when the upload began."""
+    """Bytes of the tenant's files when the upload began."""
     num_bytes: int = 0
     """Bytes received so far."""
 
 
 class BatchPages:
-    """Endpoints for files and batches. `worker` exists in every gateway; it runs in the front's."""
+    """Endpoints for files and batches. Every gateway has a `worker`; only the front's gateway runs it."""
 
     def __init__(self, gateway: Gateway, worker: BatchWorker) -> None:
         self._gateway, self._worker, self._store = gateway, worker, worker.store

@@ -86,8 +86,8 @@ def _answering(
     answer: Callable[[bytes, Tenant], Awaitable[Shape]],
     counts: str = "",
 ) -> EndpointHandler:
-    """Return a handler that answers a body at once, with the tenant's key and within its limits.
-    `counts`: field of the answer with the number of counted tokens, charged to the tenant's quota.
+    """Return a handler that answers a body without a generation, within the tenant's limits.
+    `counts`: field of the answer with the number of tokens to draw from the tenant's quota.
     """
 
     async def endpoint(request: Request) -> Response:

@@ -32,9 +32,7 @@ _COUNTED_STATUSES = ("200", "500", "503", "504")
 
 
 class Generate:
-    """One generating endpoint. It is an ASGI application itself, to notice that the client
-    leaves.
-    """
+    """One generating endpoint; itself an ASGI application, to notice when the client leaves."""
 
     def __init__(self, gateway: Gateway, dialect: Dialect[Any]) -> None:
         self._gateway = gateway

@@ -57,7 +57,7 @@ log = logging.getLogger("hadal.gateway")
 _SHUTDOWN_S = 2
 """Time for open connections to close once no request runs any more, seconds."""
 _STARTED_S = 0.01
-"""Period of checking if the port is served yet."""
+"""Period of checking if the keys have arrived, and if the port is served."""
 _TELL_S = 10.0
 """Time between two log lines about generations still running while draining."""
 _SPENT_S = 1.0
@@ -65,7 +65,7 @@ _SPENT_S = 1.0
 _AGAIN_S = 1.0
 """Time before a failed background task restarts."""
 _KEYS_KNOWN_S = 10.0
-"""Time for a gateway without the front to get the keys before it serves without them."""
+"""Maximum wait of a gateway without the front for its keys; then it serves, refusing all requests."""
 _SWITCH_INTERVAL_S = 0.0001
 """Longest time for which the tokenising thread may hold the GIL while streams wait for it."""
 
@@ -155,7 +155,7 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     await asyncio.gather(*ending, return_exceptions=True)
     gateway.service.close()
     if (chat := gateway.service.model.chat) is not None:
-        await loop.run_in_executor(None, chat.close)  # It waits for a prompt being rendered.
+        await loop.run_in_executor(None, chat.close)  # Waits for a prompt that is being rendered.
     gateway.link.end()
     if (
         gateway.desk.accounting is not None
@@ -175,7 +175,7 @@ def _batch_worker(gateway: Gateway, deployment: Deployment) -> BatchWorker | Non
 
 
 async def _kept(what: str, begin: Callable[[], Awaitable[None]]) -> None:
-    """Run a background task until cancelled, restarting it after failures; no stream ends."""
+    """Run a background task until cancelled. Restart it after failures, which end no stream."""
     while True:
         try:
             await begin()
@@ -206,7 +206,7 @@ async def _serve_port(server: uvicorn.Server, gateway: Gateway, listening: socke
 
 
 async def _heartbeat(server: uvicorn.Server, link: FrontLink) -> None:
-    """Report to the supervisor that the event loop runs, from serving on until cancelled."""
+    """Send heartbeats from the event loop, once the port is served, until cancelled."""
     while not server.started:
         await asyncio.sleep(_STARTED_S)
     while True:
@@ -224,7 +224,7 @@ async def _read_spent(gateway: Gateway, worker: BatchWorker | None) -> None:
             try:
                 of_batches: list[RequestFact] = []
                 if worker is not None:
-                    # Then some charges may count twice, but none is missed.
+                    # With charges still in the batch store some count twice, but none is missed.
                     with suppress(BatchesDown):
                         of_batches = await worker.call(worker.store.charges)
                 unix_s = gateway.clock.unix_time()

@@ -65,22 +65,22 @@ class Extensions(ThinkingFields, kw_only=True):
 
     seed: Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    """Extension: larger values leave the queue sooner; 0 if left out."""
+    """Extension: requests with larger values leave the queue sooner; 0 if left out."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
     """Extension, as in vLLM: KV is reused only among requests of the same key and salt. "public":
     KV of a chat's leading system messages is shared with all tenants, and the rest is treated as
     without a salt.
     """
     stop_repetition: bool | None = None
-    """Extension: ends a reply that repeats itself endlessly, as if it had reached its length.
-    Default true; with `ignore_eos` false.
+    """Extension: end a reply that repeats itself endlessly, with the finish reason "length". Default:
+    true, but false with `ignore_eos`.
     """
     do_sample: bool | None = None
     """Zhipu's field: false means a temperature of 0."""
 
 
 def extensions(request: Extensions) -> dict[str, Any]:
-    """Return a body's values of these fields, for `Common`."""
+    """Return the names and values of a body's `Extensions` fields, to make a `Common` of them."""
     return {name: getattr(request, name) for name in Extensions.__struct_fields__}
 
 
@@ -242,8 +242,8 @@ def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
 
 
 def check_end(request: Common, of: str) -> None:
-    """Raise RequestError if a field sets an end that conflicts with the format's. `of`: the
-    format's name in the message.
+    """Raise RequestError for a field that would move the answer's end, because the format determines
+    it. `of`: the format's name in the message.
     """
     for name, is_asked in (
         ("ignore_eos", request.ignore_eos),

@@ -56,9 +56,7 @@ class Operation:
 
     summary: str
     reply: Any = None
-    """Struct of the reply, or the name of the client's type that reads it; None: text of
-    `media_type`.
-    """
+    """Struct of the reply, or name of the client's type that reads it; None: text of `media_type`."""
     body: type[msgspec.Struct] | None = None
     errors: tuple[int, ...] = ()
     error: type[msgspec.Struct] = ApiErrorReply

@@ -51,7 +51,7 @@ class FieldRow:
     and {} are too, unless true or null is listed here.
     """
     alias: str = ""
-    """Served: own name of the field; the paths are aliases. Empty: the paths are its own names."""
+    """Served: the field's own name, if the paths are aliases of it; "" if they are own names."""
     unset: tuple[Any, ...] = ()
     """Values of an alias that count as absent."""
 

@@ -29,9 +29,7 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _MAX_HARMLESS_BYTES = 64
 _SMALL = ("logit_bias", "stop", "stop_token_ids")
 _MAX_SMALL_BYTES = 1 << 18
-"""Longest value of a small field: valid values are shorter, and parsing megabytes takes a
-second.
-"""
+"""Maximum bytes of a `_SMALL` field. Valid values are shorter, and parsing megabytes takes a second."""
 MAX_LOGGED = 256
 """Maximum number of names that a process logs, since clients choose them."""
 _MAX_NAME_CHARS = 64
@@ -66,12 +64,12 @@ class NamedBody:
 
 @dataclass
 class _FieldNode:
-    """Field, with the fields of its object or of its listed objects."""
+    """Field of a body, with the fields inside its value."""
 
     row: FieldRow | None = None
     fields: dict[str, _FieldNode] = field(default_factory=dict)
     items: _FieldNode | None = None
-    """Node of the listed objects."""
+    """Node of the items, if the value is a list."""
     quick: frozenset[str] = frozenset()
     """Names that need no check: known, not refused, and without fields of their own."""
     looked_at: frozenset[str] = frozenset()
@@ -94,9 +92,7 @@ def check_fields(body: bytes, api: str) -> NamedBody:
 
 
 def _named(body: bytes, given: _Raws, api: str) -> NamedBody:
-    """Return the body with own field names. Raises RequestError if two names of a field differ in
-    value.
-    """
+    """Return the body with own field names. Raises RequestError if a field's aliases contradict."""
     own_to_sent: dict[str, str] = {}
     rows = rows_of(api)
     for name in [name for name in given if name in rows and rows[name].alias]:

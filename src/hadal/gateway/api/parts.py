@@ -47,7 +47,7 @@ class ReplyPart:
 
     @property
     def text(self) -> str:
-        """Return its text so far."""
+        """Return the part's text so far."""
         return "".join(self.texts)
 
 

@@ -17,9 +17,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one HTTP request, over all its choices. A prompt counts once for all its
-    choices.
-    """
+    """Token counts of one HTTP request, over all choices. Choices share their prompt's count."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -69,8 +67,8 @@ class Head:
 class ReplyFormat(Protocol):
     """JSON and events of one endpoint.
 
-    begin, opening of every choice, chunks ..., then end or failure      a stream whole
-    a reply in one piece
+    begin, opening of every choice, chunks ..., then end or failure      a stream
+    whole                                                                a reply in one piece
     """
 
     keep_alive: bytes
@@ -87,7 +85,7 @@ class ReplyFormat(Protocol):
         ...
 
     def chunks(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """Return the events for a piece. `usage`: that of the whole request so far."""
+        """Return the events for a piece. `usage`: the whole request's usage so far."""
         ...
 
     def end(self, usage: Usage) -> bytes:

@@ -25,8 +25,8 @@ class GatewayReadiness:
         *,
         was_ready: bool = False,
     ) -> None:
-        """`was_ready`: the server could answer under an earlier process of this gateway. Units that
-        are down will return, and requests wait at the front until then.
+        """`was_ready`: requests could be served before this process started. If units are down now,
+        requests wait at the front until the units return.
         """
         self._deployment = deployment
         self._link = link

@@ -85,7 +85,7 @@ class CommonFields:
     return_token_ids: bool
     stop_repetition: bool = True
     priority: int = 0
-    """Larger values leave the queue sooner."""
+    """Requests with larger values leave the queue sooner."""
     cache_salt: str | None = None
     """Separate cache for one of the tenant's users. None: KV is shared within the tenant."""
     format: AnswerFormat | None = None

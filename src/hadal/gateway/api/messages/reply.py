@@ -156,9 +156,7 @@ def _object_of(arguments: str) -> Any:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage. Cached tokens count separately; tokens written to a cache are not
-    counted.
-    """
+    """Return the usage. Cached tokens count separately; tokens written to a cache do not count."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},

@@ -334,8 +334,8 @@ def _choice_of(choice: ToolChoice) -> Any:
 
 
 def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
-    """Return the conversation, and the text that the reply continues: that of a last message by the
-    assistant.
+    """Return the conversation, and the text that the reply continues, from a last message of the
+    assistant; "" if there is none.
     """
     messages = request.messages
     if not messages:

@@ -1,8 +1,8 @@
 """Replies in OpenAI's format: whole bodies, and the chunks of a stream.
 
-A stream's chunks are joined from parts encoded once, since almost every token needs a chunk. A
-chunk holds all tokens since the last one, so `usage` counts tokens, and the number of chunks does
-not. Depends on the API's JSON, not on the source of tokens or on sockets.
+A stream's chunks are joined from parts encoded once, since almost every token needs a chunk. A chunk
+has all tokens since the last chunk, so clients must count tokens by `usage`, not by chunks. Depends
+on the API's JSON, not on the source of tokens or on sockets.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ChatFormatter:
         ids = _token_ids_body(piece)
         bodies = [*self._bodies(piece)]
         if ids and not bodies:
-            bodies = [_LAST_DELTA + b"null"]  # Tokens with held or hidden text.
+            bodies = [_LAST_DELTA + b"null"]  # The tokens' text is held back or hidden.
         return b"".join(
             self._glue.chunk(index, body if at else body + ids) for at, body in enumerate(bodies)
         )
@@ -314,7 +314,9 @@ class CompletionFormatter:
         }
 
     def _told(self, prompt: ScoredPrompt) -> list[Any]:
-        """Return the prompt's log-probabilities in vLLM's form: by id, with its own token first."""
+        """Return the prompt's log-probabilities in vLLM's form: null for the first token, then one
+        object by token id per position, with the prompt's own token first.
+        """
         told: list[Any] = [None]
         for token, score in zip(prompt.ids[1:], prompt.scores, strict=True):
             ranked = [(token, score.logprob, score.rank)]

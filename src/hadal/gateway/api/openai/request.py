@@ -97,7 +97,7 @@ class ChatRequest(Common, kw_only=True):
     include_reasoning: bool | None = None
     """Field of vLLM and OpenRouter: false omits the reasoning from the reply."""
     add_generation_prompt: bool | None = None
-    """vLLM's field: false: the template does not add the header of the next turn."""
+    """vLLM's field. False: the template does not add the header of the assistant's next turn."""
     continue_final_message: bool | None = None
     """vLLM's field: the reply continues the last message, of any role."""
 

@@ -30,7 +30,7 @@ def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) 
         raise RequestError("input is empty; send a text or a list of items.", "input")
     turns: list[Turn] = []
     behind: dict[int, list[str]] = {}
-    """Turn -> assistant texts after its calls. They join that turn, before the calls' results."""
+    """Index of a turn -> assistant texts after its calls, which join it before the calls' results."""
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.type in ("function_call", "custom_tool_call"):
@@ -99,9 +99,7 @@ def _listed_part(part: ItemPart) -> dict[str, Any]:
 
 
 def input_page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of a list from `listed`, by `order`, `limit` and `after`. Raises
-    RequestError.
-    """
+    """Return a page of `listed`'s result by `order`, `limit` and `after`. Raises RequestError."""
     limit = read_limit(query, MAX_LISTED)
     rows = items if is_ascending(query) else items[::-1]
     if after := query.get("after"):

@@ -3,9 +3,9 @@
     input items --ResponsesRequest--> ResponseAsk --> ChatAsk           Piece --PartFold--> output items
 
 A conversation is a list of items: messages, function calls, their results, and reasoning, which is
-left out of prompts. A request can continue a kept response (gateway/desk/kept) by its id: the whole
-conversation up to its end is kept. A request may reference single items of a kept response instead
-of sending them. Independent of tokens, sockets and clocks.
+left out of prompts. A request can continue a kept response (gateway/desk/kept) by its id, as the
+whole conversation is kept with it. A request may also reference single items of a kept response
+instead of sending them. Independent of tokens, sockets and clocks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ResponseAsk:
     chat: ChatAsk
 
     def after(self, turns: tuple[Turn, ...]) -> ChatAsk:
-        """Return the chat with the earlier turns before its input. Raises RequestError."""
+        """Return the chat with earlier `turns` before the request's input. Raises RequestError."""
         instructions = self.request.instructions
         first = (Turn("system", instructions),) if instructions else ()
         whole = (*first, *turns, *self.chat.turns)
@@ -140,8 +140,8 @@ class _ItemId(msgspec.Struct):
 
 
 def items_in(bodies: Sequence[bytes], ids: Sequence[str], max_bytes: int) -> dict[str, InputItem]:
-    """Return the items of these responses that have one of `ids`, by id. Raises RequestError if
-    they exceed `max_bytes` in total, as for a body that sent them.
+    """Return id -> item, for the items of these responses that have one of `ids`. Raises RequestError
+    if they exceed `max_bytes` in total, the limit for bodies.
     """
     found: dict[str, InputItem] = {}
     wanted, num_bytes = set(ids), 0

@@ -34,7 +34,7 @@ _LEFT_OUT = (
     "programmatic_tool_calling",
     "tool_search",
 )
-"""Types (or their prefixes: some end with a date) of tools that a provider runs."""
+"""Prefixes of the types of tools that only a provider can run; some types end with a date."""
 _ODD = re.compile(r"[^A-Za-z0-9_-]")
 _INPUT = "input"
 TOOL_WORDS = ToolWords(
