@@ -1,8 +1,7 @@
 """All endpoints of a gateway: method, path, handler and description of each.
 
-This list determines `routes_of` (gateway/app) and /openapi.json. To add an endpoint, add a line
-here and an Operation in gateway/api/description. gateway/desk/dialects determines the endpoints
-that generate.
+Routes (gateway/app) and /openapi.json are made from this list. To add an endpoint, add a line here
+and an Operation in gateway/api/description. Generating endpoints come from gateway/desk/dialects.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 older endpoints, `Extensions` for every API.
 
 Field names are OpenAI's; gateway/api/field_table lists all fields, also the refused ones. Decoding
-checks ranges that depend on no other field; the functions below check the rest. Independent of any
-single API.
+checks ranges that depend on no other field; the functions below check the rest.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ class Extensions(ThinkingFields, kw_only=True):
     """Extension: requests with larger values leave the queue sooner; 0 if left out."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
     """Extension, as in vLLM: KV is reused only among requests of the same key and salt. "public":
-    KV of a chat's leading system messages is shared with all tenants, and the rest is treated as
-    without a salt.
+    all tenants share the KV of leading system messages; for the rest the salt has no effect.
     """
     stop_repetition: bool | None = None
     """Extension: end a reply that repeats itself endlessly, with the finish reason "length". Default:

@@ -1,8 +1,7 @@
 """Replies of Hadal's own endpoints: each is encoded from its struct here, which also gives
 /openapi.json its schema.
 
-Replies in another service's format are not here: /openapi.json names the client's type that reads
-them.
+Replies in other services' formats are not here: /openapi.json names the client types for them.
 """
 
 from __future__ import annotations

@@ -60,9 +60,8 @@ class Accounting:
         clock: GatewayClock,
         on_charged: Callable[[Charged], None] | None = None,
     ) -> None:
-        """`units` returns the units that the front has up. `on_charged` is called with the charge
-        of each generation; None: no tenant can have a budget. Raises ValueError for malformed
-        prices.
+        """`units` returns the units that the front has up. `on_charged` is called with the charge of
+        each generation; None: no tenant can have a budget. Raises ValueError for invalid prices.
         """
         self._deployment = deployment
         self._model = model

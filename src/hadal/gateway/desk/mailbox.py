@@ -1,8 +1,7 @@
 """Mailbox of the front's deliveries for one HTTP request, until its task takes them all at once.
 
 A request with several choices has one mailbox and so one wake-up. If its client reads nothing, its
-task stops taking deliveries and the mailbox fills; then its host stops the generations. Depends on
-asyncio, not on HTTP.
+task stops taking deliveries and the mailbox fills; then its host stops the generations.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ have stopped.
 """
 
 MAX_WAITING = 4096
-"""Maximum number of deliveries waiting in a mailbox of up to eight choices; above eight, an eighth
-of it per choice. Even a slow reader takes all waiting deliveries at once, so a mailbox this full
-has no reader.
+"""Maximum deliveries waiting in a mailbox of up to eight choices; with more, an eighth of it per
+choice. Even a slow reader takes all waiting deliveries together, so a full mailbox has no reader.
 """
 
 
@@ -86,9 +84,7 @@ class Mailbox:
         self.closings: dict[str, Closing] = {}
         """Request id -> closing of an ended generation, also if its deliveries are dropped."""
         self.listener: Callable[[], None] | None = None
-        """Function called for each delivery, and when the client leaves, unless a task waits in
-        `take`.
-        """
+        """Function called for each delivery and when the client leaves, if no task waits in `take`."""
         self._items: list[tuple[int, Deliver]] = []
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None

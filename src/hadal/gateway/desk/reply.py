@@ -5,8 +5,7 @@
                              pieces of a running stream go straight to its connection (gateway/edge/streams)
 
 A stream's first bytes wait for the first token or the first keep-alive, so that a refusal by the
-front still gets its own status. Later errors are events of the stream. Depends on ASGI; makes no
-JSON.
+front still gets its own status. Later errors are events of the stream.
 """
 
 from __future__ import annotations
@@ -132,9 +131,7 @@ class Reply:
         )
 
     async def send_whole(self, send: Send) -> int:
-        """Wait for all choices, then send one JSON body. Return the status. Raises ApiError,
-        ClientGone.
-        """
+        """Wait for all choices, then send one JSON body. Return 200. Raises ApiError, ClientGone."""
         pieces = [Piece() for _ in self.work.choices]
         while self._num_open:
             for index, deliver in await self._take(_WAIT_S):
@@ -191,9 +188,8 @@ class Reply:
         return 200
 
     async def _run(self, outlet: Outlet) -> bytes:
-        """Write events without this task for as long as possible. Return the event that needs the
-        task: the last, one that the connection did not take, or a keep-alive. Raises ApiError,
-        ClientGone.
+        """Write events without this task for as long as possible. Return the first event for the
+        task: the last, one that the connection refused, or a keep-alive. Raises ApiError, ClientGone.
         """
         running = _RunningStream(self, outlet)
         self.mailbox.listener = lambda: outlet.streams.ready(running)

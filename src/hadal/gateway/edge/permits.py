@@ -1,7 +1,6 @@
 """Limit each tenant's HTTP requests in progress, counted from their whole body on.
 
-A tenant's requests take no other tenant's permits. The front (router) limits generations instead
-(policy/admission).
+A tenant's requests take no other tenant's permits. policy/admission limits generations instead.
 """
 
 from __future__ import annotations

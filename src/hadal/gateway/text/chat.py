@@ -88,8 +88,7 @@ class ChatFormat:
         source: str,
     ) -> None:
         """`templates`: name -> text. `special_tokens`: name -> text, which templates may show.
-        `source`: the templates' file, for errors. Raises CheckpointError if a template does not
-        parse.
+        `source`: the templates' file, for errors. Raises CheckpointError for an invalid template.
         """
         self._vocabulary = vocabulary
         self._special_tokens = dict(special_tokens)
@@ -128,8 +127,7 @@ class ChatFormat:
         `schema`: the answer's schema, for a template that shows it. `field`: the request field with
         the turns.
 
-        Raises RequestError. A prompt that is sure to exceed `max_tokens` is refused without being
-        tokenised.
+        Raises RequestError, before tokenising if the prompt is sure to exceed `max_tokens`.
         """
         thinking, kwargs, choosing = (
             rendering.thinking,

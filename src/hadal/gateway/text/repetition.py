@@ -2,7 +2,6 @@
 
 Conservative: counting, tables, and a word requested a hundred times are not loops. A loop is a run
 of at most 64 tokens repeated at least 16 times without a break, over at least 512 tokens.
-Independent of text.
 """
 
 from __future__ import annotations

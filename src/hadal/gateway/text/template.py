@@ -110,9 +110,8 @@ class ConfinedProcess:
             ) from None
 
     def check(self, grammars: Sequence[str], prefix: str = "") -> tuple[int, str] | None:
-        """Return (index, reason) of the first grammar that is unsupported (tokens/grammars); None:
-        all are supported. Index -1: the check itself failed or exceeded a limit. Raises ApiError as
-        `render` does.
+        """Return (index, reason) of the first grammar that is unsupported (tokens/grammars), or None.
+        Index -1: the check itself failed or exceeded a limit. Raises ApiError as `render` does.
         """
         try:
             at, _, why = self._answer(["check", grammars, prefix]).partition(":")

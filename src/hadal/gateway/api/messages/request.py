@@ -4,8 +4,7 @@
 
 One system text, then turns with blocks as content: text, thinking, tool_use and tool_result. A
 reply is a message of such blocks; streamed, each block begins, grows and stops. Thinking of earlier
-turns is left out, as DeepSeek-R1 requires, so its signature is not checked. Independent of tokens
-and sockets.
+turns is left out, as DeepSeek-R1 requires, so its signature is not checked.
 """
 
 from __future__ import annotations
