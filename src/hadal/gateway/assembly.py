@@ -72,8 +72,8 @@ def make_gateway(
     has_served: bool = False,
     folder: Path | None = None,
 ) -> Gateway:
-    """Return a complete gateway. `fingerprint`: as for roles/front. `run_id`: the run's id, for a
-    recording. `name`: the process's name. `has_served`: the run could serve requests before this
+    """Return a complete gateway. `fingerprint`: as for roles/front/front. `run_id`: id of the run, for
+    a recording. `name`: the process's name. `has_served`: the run could serve requests before this
     process started. `folder`: run folder with the supervisor's status. Raises ConfigError.
     """
     path = Path(deployment.model)
@@ -168,8 +168,8 @@ def _keys_source(environment: Mapping[str, str], link: FrontLink) -> _KeysSource
 
 
 def open_ledger(url: str) -> LedgerWriter:
-    """Start to write a ledger. A database that is down is retried. Raises LedgerError if the
-    database has other content.
+    """Start a writer of the ledger, which retries while its database is down. Raises LedgerError if
+    the database has other content.
     """
     writer = LedgerWriter(Store(url), LedgerOutbox(outbox_of(url)))
     writer.start()

@@ -1,6 +1,6 @@
 """One generating endpoint, from a request's headers to the last byte of its reply.
 
-Contains HTTP and the order of the checks. The desk handles tenants, fronts and accounts; the
+Contains HTTP and the order of the checks. gateway/desk has tenants, the front and accounting; the
 endpoint's dialect reads the body and writes the reply.
 """
 

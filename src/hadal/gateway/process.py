@@ -55,7 +55,7 @@ from hadal.runtime.wire import open_wire
 log = logging.getLogger("hadal.gateway")
 
 _SHUTDOWN_S = 2
-"""Time for open connections to close once no request runs any more, seconds."""
+"""Maximum time for open connections to close after the last request, seconds."""
 _STARTED_S = 0.01
 """Period of checking if the keys have arrived, and if the port is served."""
 _TELL_S = 10.0
@@ -71,7 +71,7 @@ _SWITCH_INTERVAL_S = 0.0001
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server with a SIGTERM that lets running requests finish."""
+    """uvicorn server that lets running requests finish after SIGTERM."""
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
         super().__init__(config)
@@ -105,7 +105,7 @@ def server_config(gateway: Gateway, more: Sequence[Endpoint] = ()) -> uvicorn.Co
     class Limited(GatewayProtocol):
         connection_limit = limit
 
-    # uvicorn's own log reports every start and every client without HTTP: noise here.
+    # uvicorn's own log reports every start and every client that does not send HTTP: noise here.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
         make_app(gateway, more),
@@ -224,7 +224,7 @@ async def _read_spent(gateway: Gateway, worker: BatchWorker | None) -> None:
             try:
                 of_batches: list[RequestFact] = []
                 if worker is not None:
-                    # With charges still in the batch store some count twice, but none is missed.
+                    # Adds charges still in the batch store: some may count twice, but none is missed.
                     with suppress(BatchesDown):
                         of_batches = await worker.call(worker.store.charges)
                 unix_s = gateway.clock.unix_time()

@@ -96,7 +96,7 @@ class Common(Extensions, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
-    """0 and -1: all tokens."""
+    """0 or -1: sample from all tokens."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None

@@ -22,4 +22,4 @@ class NewBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     completion_window: Annotated[str, Meta(extra_json_schema={"enum": [BATCH_WINDOW]})]
     metadata: dict[str, str] | None = None
     output_expires_after: msgspec.Raw = NO_SCHEMA
-    """Not served: refused by name."""
+    """Not supported: any value but null is refused."""

@@ -220,7 +220,7 @@ class Described(Protocol):
 
 
 def document(rows: Iterable[Described], model: str, *, is_open: bool) -> dict[str, Any]:
-    """Return the description. `is_open`: no key is needed."""
+    """Return the OpenAPI document. `is_open`: no key is needed."""
     rows = tuple(rows)
     kinds: dict[Any, None] = {}
     for row in rows:

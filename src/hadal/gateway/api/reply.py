@@ -17,7 +17,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one HTTP request, over all choices. Choices share their prompt's count."""
+    """Token counts of one HTTP request. A prompt counts once for all its choices."""
 
     num_prompt_tokens: int
     num_output_tokens: int

@@ -27,7 +27,7 @@ from hadal.stats.prices import DAY_S, PriceList, micro_usd, price_list
 HEARTBEAT_S = 10.0
 """Period of writing units' uptime to the ledger; `kill -9` loses at most this much of it."""
 _LOOK_S = 1.0
-"""Period of writing uptime while requests are charged, so that the ledger has both up to date."""
+"""Period of writing uptime while requests are charged, so that uptime never lags far behind."""
 _CLOSE_S = 10.0
 STANDARD = "standard"
 """Tier of interactive requests."""

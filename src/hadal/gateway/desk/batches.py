@@ -71,7 +71,7 @@ _LOOK_S = 1.0
 _AGAIN_S = 5.0
 _FORGET_S = 3600.0
 _AHEAD = 16
-"""Number of lines read at once."""
+"""Number of lines read from the store in one call."""
 _LOAD = (429, 503)
 """Statuses of a line that failed for lack of capacity."""
 _LATER = (*_LOAD, 500, 504)
@@ -239,7 +239,7 @@ class BatchWorker:
         self.woken.set()
 
     async def _drive(self, batch: BatchRow) -> None:
-        """Process a batch until it ends or can go no further."""
+        """Process a batch until it ends, is paused, or needs a new look at its state."""
         try:
             if batch.status == VALIDATING and batch.id not in self._stops:
                 await self._validate(batch)
@@ -432,7 +432,7 @@ class BatchWorker:
                 end = str(refusal.status)
             finally:
                 try:
-                    # The facts are known at once: batches run in the front's process.
+                    # `end` returns the facts within the call, as the front is in this process.
                     self._gateway.desk.end(reply, tenant, end, facts.extend)
                 except Exception as error:
                     refusal = _api_error(error)
@@ -464,7 +464,7 @@ class BatchWorker:
         self.outcomes["failed" if is_error else "completed"] += is_new
 
     async def _until_up(self, batch: BatchRow, function: Callable[[], T]) -> T:
-        """Call the store, and retry while it is down. Raises BatchesDown once the batch is late."""
+        """Call the store; retry while it is down. Raises BatchesDown if the batch has expired."""
         while True:
             try:
                 return await self.call(function)

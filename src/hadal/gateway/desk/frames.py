@@ -1,7 +1,7 @@
 """Console states at single instants, and files of them: from a live server, or from a simulated one
 for playback.
 
-A file is JSON, a ConsoleFrame a line, packed with gzip. Independent of pages.
+A file has one ConsoleFrame per line as JSON, packed with gzip. Independent of pages.
 """
 
 from __future__ import annotations

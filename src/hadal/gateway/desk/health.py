@@ -27,8 +27,8 @@ def health_of(
     is_draining: bool,
     wrong: Sequence[str] = (),
 ) -> tuple[int, dict[str, Any]]:
-    """Return the reply's status and fields. `gateways`: present gateways; `has_begun`: requests
-    could be served once; `wrong`: problems of a cluster's nodes.
+    """Return the reply's status and fields. `gateways`: present gateways; `has_begun`: requests could
+    be served at least once; `wrong`: problems of a cluster's nodes.
     """
     missing = [name for name in gateway_names(deployment) if name not in gateways]
     missing += missing_of(deployment, snapshot)

@@ -3,10 +3,10 @@
     file --once a second, if it changed--> the gateway with the front --asked by path--> the others
 
 The previous keys stay, and the log has the reason, if the file is unreadable, has no keys, or has
-none of the previous tenants: an accident may have emptied or overwritten it. Tenants that `hadal
-keys revoke` noted as removed may be missing. A file that differs at each look is still being
-written, and is read once it is stable. The other gateways may run on hosts without the file; they
-refuse all requests until they have its keys.
+none of the previous tenants: an accident may have emptied or overwritten it. Tenants may be missing
+if `hadal keys revoke` noted there that it removed them. A file that differs at each look is still
+being written, and is read once it is stable. The other gateways may run on hosts without the file;
+they refuse all requests until they have its keys.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class KeysFile:
         """Tenants of the last accepted content."""
         self._seen: tuple[int, ...] = ()
         self._coming: tuple[int, ...] = ()
-        """Changed `_stat` at the last look; the file is read if the next look finds the same."""
+        """`_stat` at the last look, if it differed; the file is read if the next look finds the same."""
         self._answer: tuple[str, bytes] = ("", b"")
         """Answer to other gateways: a digest of the keys, and their lines."""
 

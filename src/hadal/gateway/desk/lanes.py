@@ -2,7 +2,7 @@
 
     short      bodies of at most SHORT_BYTES, which bounds the wait for another tenant's turn
     long       larger bodies, bounded by the model's context (gateway/text/lengths)
-    grammars   schemas and tools: each check may cost a process and its restart
+    grammars   schemas and tools; a check may end the process that checks them, which then restarts
 
 In each lane a tenant has one request at a time, so tenants take turns. The tokenizer library
 releases the interpreter's lock, so all lanes and the event loop run at the same time. Independent

@@ -1,4 +1,4 @@
-"""Mailbox of the front's deliveries for one HTTP request, until its task takes them all at once.
+"""Mailbox of the front's deliveries for one HTTP request, until its task takes them together.
 
 A request with several choices has one mailbox and so one wake-up. If its client reads nothing, its
 task stops taking deliveries and the mailbox fills; then its host stops the generations.

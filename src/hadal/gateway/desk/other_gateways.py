@@ -31,7 +31,7 @@ class OtherGateways:
         self._present: dict[str, int] = {}
         """Gateways that sent heartbeats and have not ended -> the process id of each."""
         self._ended: dict[str, int] = {}
-        """Gateway -> process id that ended last: its messages may still arrive later."""
+        """Gateway -> id of its last ended process, from which messages may still arrive."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._outboxes
@@ -75,7 +75,7 @@ class OtherGateways:
         return outbox
 
     def open_ids(self, name: str, request_ids: Collection[str]) -> list[str]:
-        """Return, of `request_ids`, the ones that the gateway has open, sorted."""
+        """Return the ids in `request_ids` that the gateway has open, sorted."""
         return sorted(self._outboxes[name].open_ids.keys() & request_ids)
 
     def ended(self, name: str) -> list[str]:

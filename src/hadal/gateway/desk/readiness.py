@@ -14,7 +14,7 @@ from hadal.gateway.edge.intake import Patience
 
 
 class GatewayReadiness:
-    """State of the server: once requests could be served, it stays begun, even without units."""
+    """Readiness of the server: "starting" until requests could be served once, and never again."""
 
     def __init__(
         self,

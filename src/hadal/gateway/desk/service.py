@@ -86,7 +86,7 @@ class ServedModel:
     name: str
     vocabulary: Vocabulary
     chat: ChatFormat | None
-    """None: the model has no chat template and only completes texts."""
+    """Chat templates; None: the model has none and only completes texts."""
     context_tokens: int
     vocab_size: int
     eos_ids: tuple[int, ...]

@@ -141,7 +141,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        if self.cycle is not None:  # The answer's task has not run yet.
+        if self.cycle is not None:  # Its task has not run yet, so the scope can still change.
             scope: Scope = self.scope  # type: ignore[assignment]
             scope[WRITE] = functools.partial(self._write, self.cycle)
             # HTTP/1.0 clients do not support chunks; their connection is closed after the answer

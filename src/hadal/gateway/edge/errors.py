@@ -72,7 +72,7 @@ _MESSAGE_PATHS = re.compile(r"(/anthropic)?(/v1)?/messages(/.*)?")
 
 
 class ApiError(HadalError):
-    """Reply other than 200. `headers` are sent with it."""
+    """Error reply. `headers` are sent with it."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class AnswerFormat:
 
     name: str
     schema: dict[str, Any] | None
-    """None: any JSON object."""
+    """Schema of the answer; None: any JSON object."""
     field: str = "response_format"
     """Request field that asked for the format."""
 

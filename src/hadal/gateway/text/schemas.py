@@ -97,8 +97,8 @@ def _is_rounded(value: Any) -> bool:
 
 
 class _Finite:
-    """Decision for each part of a schema: does its self-reference leave a finite text possible?
-    Computed as a least fixed point, starting with no reference satisfiable.
+    """Finder of the parts of a schema that some finite text satisfies, considering self-references
+    only. Computes a least fixed point, starting with no reference satisfiable.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ CHAT_WORDS = ToolWords(
 
 @dataclass(frozen=True)
 class Choosing:
-    """Tools that a reply may call. `is_forced`: the reply must call, the tool `name` if given."""
+    """Tools that a reply may call. `is_forced`: the reply must call one: `name`, if given."""
 
     tools: tuple[Tool, ...] = ()
     is_forced: bool = False

@@ -80,8 +80,8 @@ class Vocabulary:
         return self.with_special(ids) if adds_special else ids
 
     def encode_shielded(self, text: str, shield: str) -> list[int]:
-        """Return ids of a text without its shields. A control token counts if no shield follows its
-        first character.
+        """Return ids of a text without its shields. A control token with a shield after its first
+        character is ordinary text.
         """
         return self._ids(text, shield)
 

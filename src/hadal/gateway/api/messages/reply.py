@@ -141,13 +141,13 @@ def _text_block(text: str) -> dict[str, Any]:
 
 
 def _call_block(part: ReplyPart, input: Any) -> dict[str, Any]:
-    """Return a call's block. `caller`: the model itself; no programs of the model run here."""
+    """Return a call's block. `caller` is always direct, as this server runs no programs of a model."""
     call = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": input}
     return {**call, "caller": {"type": "direct"}}
 
 
 def _object_of(arguments: str) -> Any:
-    """Return a call's arguments as the model wrote them, under NOT_JSON if not an object."""
+    """Return a call's arguments as the model wrote them; in {NOT_JSON: ...} if not an object."""
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except (ValueError, RecursionError):

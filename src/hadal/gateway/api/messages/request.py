@@ -74,7 +74,7 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use"):
 
 
 class ToolReference(msgspec.Struct, tag="tool_reference"):
-    """Deferred tool found by a search: offered from then on."""
+    """Reference to a deferred tool that a search found. The tool is offered from then on."""
 
     tool_name: str
 
@@ -98,7 +98,7 @@ class InputMessage(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
-    """Policy for tool calls: "auto", "any" of them, this "tool", or "none"."""
+    """Policy for tool calls: "auto", "any" (must call), "tool" (must call `name`), or "none"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

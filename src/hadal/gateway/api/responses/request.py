@@ -220,7 +220,7 @@ def _check_options(request: ResponsesRequest) -> None:
             "truncation",
         )
     for entry in request.include or ():
-        if entry != "reasoning.encrypted_content":  # There is none: the reasoning is not encrypted.
+        if entry != "reasoning.encrypted_content":  # No effect: reasoning is not encrypted here.
             raise RequestError(
                 f"include: {entry[:64]!r} is not supported; leave it out.", "include"
             )
