@@ -72,9 +72,9 @@ def make_gateway(
     has_served: bool = False,
     folder: Path | None = None,
 ) -> Gateway:
-    """Return a complete gateway. `fingerprint`: as for roles/front/front. `run_id`: id of the run, for
-    a recording. `name`: the process's name. `has_served`: the run could serve requests before this
-    process started. `folder`: run folder with the supervisor's status. Raises ConfigError.
+    """Return a complete gateway. `fingerprint`: as for roles/front/front. `run_id`: id of the run,
+    for a recording. `name`: the process's name. `has_served`: the run could serve requests before
+    this process started. `folder`: run folder with the supervisor's status. Raises ConfigError.
     """
     path = Path(deployment.model)
     model = read_served_model(path, deployment.model_name or path.name, deployment.accept_config)

@@ -83,7 +83,7 @@ class _Upload:
 
 
 class BatchPages:
-    """Endpoints for files and batches. Every gateway has a `worker`; only the front's gateway runs it."""
+    """Endpoints for files and batches. All gateways have a `worker`; the front's runs it."""
 
     def __init__(self, gateway: Gateway, worker: BatchWorker) -> None:
         self._gateway, self._worker, self._store = gateway, worker, worker.store

@@ -65,7 +65,7 @@ _SPENT_S = 1.0
 _AGAIN_S = 1.0
 """Time before a failed background task restarts."""
 _KEYS_KNOWN_S = 10.0
-"""Maximum wait of a gateway without the front for its keys; then it serves, refusing all requests."""
+"""Maximum wait of a gateway without the front for its keys; then it serves and refuses requests."""
 _SWITCH_INTERVAL_S = 0.0001
 """Longest time for which the tokenising thread may hold the GIL while streams wait for it."""
 
@@ -224,7 +224,7 @@ async def _read_spent(gateway: Gateway, worker: BatchWorker | None) -> None:
             try:
                 of_batches: list[RequestFact] = []
                 if worker is not None:
-                    # Adds charges still in the batch store: some may count twice, but none is missed.
+                    # With charges of the batch store: some may count twice, but none is missed.
                     with suppress(BatchesDown):
                         of_batches = await worker.call(worker.store.charges)
                 unix_s = gateway.clock.unix_time()

@@ -70,8 +70,8 @@ class Extensions(ThinkingFields, kw_only=True):
     all tenants share the KV of leading system messages; for the rest the salt has no effect.
     """
     stop_repetition: bool | None = None
-    """Extension: end a reply that repeats itself endlessly, with the finish reason "length". Default:
-    true, but false with `ignore_eos`.
+    """Extension: end a reply that repeats itself endlessly, with the finish reason "length".
+    Default: true, but false with `ignore_eos`.
     """
     do_sample: bool | None = None
     """Zhipu's field: false means a temperature of 0."""
@@ -240,8 +240,8 @@ def schema_format(name: str, raw: bytes, field: str) -> AnswerFormat:
 
 
 def check_end(request: Common, of: str) -> None:
-    """Raise RequestError for a field that would move the answer's end, because the format determines
-    it. `of`: the format's name in the message.
+    """Raise RequestError for a field that would move the answer's end, because the format
+    determines it. `of`: the format's name in the message.
     """
     for name, is_asked in (
         ("ignore_eos", request.ignore_eos),

@@ -29,7 +29,7 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _MAX_HARMLESS_BYTES = 64
 _SMALL = ("logit_bias", "stop", "stop_token_ids")
 _MAX_SMALL_BYTES = 1 << 18
-"""Maximum bytes of a `_SMALL` field. Valid values are shorter, and parsing megabytes takes a second."""
+"""Maximum bytes of a `_SMALL` field. Valid ones are shorter; parsing megabytes takes a second."""
 MAX_LOGGED = 256
 """Maximum number of names that a process logs, since clients choose them."""
 _MAX_NAME_CHARS = 64

@@ -1,9 +1,9 @@
 """Facts that the gateway records in the ledger: one per generation, when its HTTP request has
 ended, and the uptime of each unit.
 
-A generation is billed for the output tokens that its reply's `usage` counts. A prompt is billed once
-for all its choices, to the first choice that got a token. A request that never became a generation
-(a malformed body, an unknown key) has no fact. A request refused for lack of capacity has one.
+A generation is billed for the output tokens that its reply's `usage` counts. A prompt is billed
+once for all its choices, to the first choice that got a token. A request that never became a
+generation (malformed body, unknown key) has no fact; one refused for lack of capacity has one.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Accounting:
         clock: GatewayClock,
         on_charged: Callable[[Charged], None] | None = None,
     ) -> None:
-        """`units` returns the units that the front has up. `on_charged` is called with the charge of
-        each generation; None: no tenant can have a budget. Raises ValueError for invalid prices.
+        """`units` returns the units that the front has up. `on_charged` is called with the charge
+        of each generation; None: no tenant can have a budget. Raises ValueError for invalid prices.
         """
         self._deployment = deployment
         self._model = model

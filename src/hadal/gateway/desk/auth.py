@@ -59,7 +59,7 @@ _EVERYONE = Tenant(salt_of(b""), RIGHTS)
 
 
 def credentials(headers: Mapping[str, str]) -> str | None:
-    """Return the Authorization header, or one made from `x-api-key` (sent by Anthropic's clients)."""
+    """Return the Authorization header, or one made from `x-api-key` (of Anthropic's clients)."""
     given, key = headers.get("authorization"), headers.get("x-api-key")
     return f"Bearer {key}" if key and not given else given
 

@@ -125,7 +125,7 @@ class BatchWorker:
         }
         """Endpoint that a batch names -> its dialect."""
         self._turn = asyncio.Lock()
-        """Lock of the line that waits for capacity; the other lines queue for it, first come first."""
+        """Lock of the line that waits for capacity; other lines queue for it in order."""
         self._slots = asyncio.Semaphore(config.max_running)
         self._drivers: dict[str, asyncio.Task[None]] = {}
         """Batch id -> task that processes it."""
@@ -483,7 +483,7 @@ class BatchWorker:
         tries: Counter[int],
         facts: Sequence[RequestFact] = (),
     ) -> None:
-        """Record a line's error as its answer, or leave the line for a retry (_LATER, MAX_TRIES)."""
+        """Record a line's error as its answer, or leave it for a retry (_LATER, MAX_TRIES)."""
         tries[line.number] += error.status not in _LOAD
         if error.status in _LATER and error.code != NEVER_CODE and tries[line.number] < MAX_TRIES:
             self.outcomes["again"] += 1

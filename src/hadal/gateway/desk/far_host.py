@@ -261,7 +261,7 @@ class FarHost(Doors):
         self._wire.send(FRONT, UnitDown(self._name, "it has ended"))
 
     async def page(self, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """Return status and body of a page of the front's gateway. Raises ApiError 503 if it is down."""
+        """Return status and body of a page of the front's gateway. Raises ApiError 503 if down."""
         answer = await self.pages.ask(FRONT, path, query, _PAGE_S)
         if answer is None:
             raise overloaded(503, "The front is being restarted; try again.", 1.0, "no_front")

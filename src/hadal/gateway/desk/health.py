@@ -27,8 +27,8 @@ def health_of(
     is_draining: bool,
     wrong: Sequence[str] = (),
 ) -> tuple[int, dict[str, Any]]:
-    """Return the reply's status and fields. `gateways`: present gateways; `has_begun`: requests could
-    be served at least once; `wrong`: problems of a cluster's nodes.
+    """Return the reply's status and fields. `gateways`: present gateways; `has_begun`: requests
+    could be served at least once; `wrong`: problems of a cluster's nodes.
     """
     missing = [name for name in gateway_names(deployment) if name not in gateways]
     missing += missing_of(deployment, snapshot)
@@ -60,8 +60,8 @@ def missing_of(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]
     """Yield names of units that are not up or have no leader ("decode-1"), and of missing ranks
     ("decode-0.2").
 
-    A role with fewer units than the deployment wants (a fleet: than its floor) misses the difference.
-    The missing units are named by the lowest unused numbers.
+    A role with fewer units than the deployment wants (a fleet: than its floor) misses the
+    difference. The missing units are named by the lowest unused numbers.
     """
     for role in ROLES:
         up, wanted = snapshot.role_to_units.get(role, {}), units_of(deployment, role).units

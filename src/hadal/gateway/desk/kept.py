@@ -241,8 +241,8 @@ class Responses:
         asked: ResponseAsk,
         items: bytes,
     ) -> Callable[[bytes, Turn], None] | None:
-        """Return a function that stores a response when it has ended; None if it is not to be stored.
-        `items`: the response's input items, as JSON.
+        """Return a function that stores a response when it has ended; None if it is not to be
+        stored. `items`: the response's input items, as JSON.
         """
         if asked.request.store is False or not self.own.keep_s:
             return None

@@ -163,7 +163,7 @@ class KeysFile:
         """Tenants of the last accepted content."""
         self._seen: tuple[int, ...] = ()
         self._coming: tuple[int, ...] = ()
-        """`_stat` at the last look, if it differed; the file is read if the next look finds the same."""
+        """`_stat` at the last look, if changed; the file is read if the next look is equal."""
         self._answer: tuple[str, bytes] = ("", b"")
         """Answer to other gateways: a digest of the keys, and their lines."""
 
@@ -219,7 +219,7 @@ class KeysHeard:
         self._digest = ""
 
     async def changed(self) -> Keys | None:
-        """Return the keys if they have changed since the last call, else None. Raises ConfigError."""
+        """Return the keys if changed since the last call, else None. Raises ConfigError."""
         answer = await self._ask({"digest": self._digest})
         if answer is None or answer.status != 200 or not answer.body:
             return None

@@ -84,7 +84,7 @@ class Mailbox:
         self.closings: dict[str, Closing] = {}
         """Request id -> closing of an ended generation, also if its deliveries are dropped."""
         self.listener: Callable[[], None] | None = None
-        """Function called for each delivery and when the client leaves, if no task waits in `take`."""
+        """Called for each delivery and when the client leaves, if no task waits in `take`."""
         self._items: list[tuple[int, Deliver]] = []
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None

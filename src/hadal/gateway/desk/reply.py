@@ -79,7 +79,7 @@ class ClientGone(Exception):
 
 
 async def send_within(timeout_s: float, send: Send, message: Message) -> None:
-    """Pass a message to the ASGI server, which waits while its buffer is full. Raises ClientGone."""
+    """Pass a message to the server, which waits while its buffer is full. Raises ClientGone."""
     try:
         async with asyncio.timeout(timeout_s):
             await send(message)
@@ -131,7 +131,7 @@ class Reply:
         )
 
     async def send_whole(self, send: Send) -> int:
-        """Wait for all choices, then send one JSON body. Return 200. Raises ApiError, ClientGone."""
+        """Wait for all choices; send one JSON body. Return 200. Raises ApiError, ClientGone."""
         pieces = [Piece() for _ in self.work.choices]
         while self._num_open:
             for index, deliver in await self._take(_WAIT_S):
@@ -189,7 +189,7 @@ class Reply:
 
     async def _run(self, outlet: Outlet) -> bytes:
         """Write events without this task for as long as possible. Return the first event for the
-        task: the last, one that the connection refused, or a keep-alive. Raises ApiError, ClientGone.
+        task: the last, one not written, or a keep-alive. Raises ApiError, ClientGone.
         """
         running = _RunningStream(self, outlet)
         self.mailbox.listener = lambda: outlet.streams.ready(running)
@@ -284,8 +284,8 @@ class Reply:
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def _take(self, timeout_s: float) -> list[tuple[int, Deliver]]:
-        """Return new deliveries; empty after `timeout_s`. A delivery with nothing but a tenant's rate
-        limits, sent at its admission, does not count.
+        """Return new deliveries; empty after `timeout_s`. A delivery with nothing but a tenant's
+        rate limits, sent at its admission, does not count.
         """
         until_s = self._now() + timeout_s
         while True:

@@ -74,8 +74,8 @@ the model writes the middle (DeepSeek-V3's technical report, 3.1).
 COUNTED_CONTEXTS = 2
 """Longest prompt that is only counted, as a multiple of the model's context."""
 OFF_LOOP_BYTES = 1024
-"""Largest completion body that is parsed and tokenised on the event loop; larger ones, and chats, use
-a thread. A tokenizer takes 1 to 2 ms for a body of this size.
+"""Largest completion body that is parsed and tokenised on the event loop; larger ones, and chats,
+use a thread. A tokenizer takes 1 to 2 ms for a body of this size.
 """
 
 
@@ -534,7 +534,7 @@ class Service:
                 is_held=ask.format is not None,
             )
             grammar = self._grammar(ask, prompt, calls, budget)
-            # Sampling depends on seed and index, so a prompt's replies are as if it were sent alone.
+            # Sampling depends on seed and index: a prompt's replies are as if it were sent alone.
             for index in range(ask.n):
                 generation = self._generation(
                     ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, names

@@ -144,8 +144,8 @@ def _error_of(reply: httpx.Response) -> str:
 
 
 def describe(reply: TraceReply, width: int = 110) -> str:
-    """Return a readable summary of the steps, and a picture of one layer of the last step, or of all
-    steps if a rank runs all layers as one kernel. `width`: characters per line.
+    """Return a readable summary of the steps, and a picture of one layer of the last step, or of
+    all steps if a rank runs all layers as one kernel. `width`: characters per line.
     """
     lines = [_describe_step(reply.unit, step) for step in reply.steps]
     if reply.clocks:

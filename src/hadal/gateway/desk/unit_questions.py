@@ -46,7 +46,7 @@ class UnitQuestions:
         return (await self._traces.ask([unit], send, timeout_s)).get(unit)
 
     async def experts(self, units: Iterable[str], timeout_s: float) -> dict[str, bytes]:
-        """Return unit -> locations of its experts, as JSON, for multi-rank units that answer in time."""
+        """Return unit -> locations of its experts as JSON, if it answers in time."""
 
         def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, ExpertsRequest(reply_id))

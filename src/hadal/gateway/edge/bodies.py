@@ -70,7 +70,7 @@ async def discard(request: Request) -> None:
 
 
 MAX_BODIES = 256
-"""Maximum number of incomplete bodies. A body that arrived with its headers takes a place only briefly."""
+"""Maximum number of incomplete bodies. One that arrives with its headers counts only briefly."""
 
 
 class Bodies:

@@ -25,8 +25,8 @@ from hadal.gateway.edge.descriptors import ConnectionLimit
 from hadal.gateway.edge.errors import ApiError, overloaded
 
 HEADERS_S = 15.0
-"""Maximum time from the start of a connection or request to the end of the headers. Also the maximum
-time in which the rest of an already answered request must arrive.
+"""Maximum time from the start of a connection or request to the end of the headers. Also the
+maximum time in which the rest of an already answered request must arrive.
 """
 MAX_HEADER_BYTES = 64 * 1024
 FULL_RETRY_S = 2.0

@@ -174,8 +174,8 @@ class Edge:
         return self._guards and self._is_local and is_loopback(_origin(origin).hostname or "")
 
     def _knows(self, host: str) -> bool:
-        """Return True if the Host header names this server. DNS rebinding needs a name that a page's
-        owner controls, so a server that listens on a network also accepts any IP address.
+        """Return True if the Host header names this server. DNS rebinding needs a name that a
+        page's owner controls, so a server that listens on a network also accepts any IP address.
         """
         name = host_name(host)
         if is_loopback(name) or name in self._hosts:

@@ -1,4 +1,4 @@
-"""Limits on a request from its headers to its whole body. Depends on tenant names, not on contents."""
+"""Limits on requests from headers to whole bodies. Depends on tenant names, not on contents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Intake:
         self._max_body_bytes = limits.max_body_bytes
 
     async def body_of(self, request: Request, tenant: str) -> bytes:
-        """Read the body, if the tenant has a free permit. Raises ApiError, before reading if none is free."""
+        """Read the body, unless the tenant has no free permit. Raises ApiError."""
         self.permits.check(tenant)
         async with self.bodies.wait(tenant, self.patience.body_s):
             return await read_body(request, self._max_body_bytes)

@@ -14,9 +14,9 @@ from hadal.gateway.edge.errors import overloaded
 from hadal.policy.admission import share_of
 
 LEFT_S = 10.0
-"""Seconds for which an abandoned generation still occupies a permit. Starting and ending a generation
-costs 0.5 ms of the gateway's only thread. With 1,000 permits, a tenant that only starts and abandons
-generations takes at most 5 % of that thread.
+"""Seconds for which an abandoned generation still occupies a permit. Starting and ending a
+generation costs 0.5 ms of the gateway's only thread. With 1,000 permits, a tenant that only starts
+and abandons generations takes at most 5 % of that thread.
 """
 
 

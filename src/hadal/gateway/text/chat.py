@@ -216,8 +216,8 @@ class ChatFormat:
     def _listed(
         self, template: _Template, tools: list[dict[str, Any]], messages: list[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
-        """Return the tools for the template to list. If the template lists none, describe them in the
-        system prompt and return None.
+        """Return the tools for the template to list. If the template lists none, describe them in
+        the system prompt and return None.
         """
         if not tools or self.tools is None or template.lists_tools:
             return tools or None

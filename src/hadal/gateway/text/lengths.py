@@ -2,7 +2,7 @@
 
 Two checks precede tokenising. A text of N characters has at least N / (longest token) tokens; this
 check is free. That bound is weak for a vocabulary with long tokens (DeepSeek's has one of 128
-spaces). So a long text is first tokenised in pieces, until these have twice the allowed tokens. Cuts
+spaces). So a long text is first tokenised in pieces, until they have twice the allowed tokens. Cuts
 add a few tokens per piece, far fewer than that. So tokenising costs at most four times the limit.
 """
 

@@ -12,7 +12,7 @@ that end together, the one that starts first. Independent of tokens.
 from __future__ import annotations
 
 _NESTED_CHARS = 256
-"""Maximum characters held back for patterns within patterns; models do not nest more by accident."""
+"""Maximum characters held back for patterns within patterns; models do not nest more by chance."""
 
 
 class Matcher:
@@ -21,7 +21,7 @@ class Matcher:
     __slots__ = ("_firsts", "_held", "_is_nested", "_patterns")
 
     def __init__(self, patterns: tuple[str, ...], *, is_nested: bool = False) -> None:
-        """`patterns` are not empty. `is_nested`: the text around a removed match may match again."""
+        """`patterns` are not empty. `is_nested`: text around a removed match may match again."""
         self._patterns = patterns
         self._is_nested = is_nested
         self._firsts = frozenset(pattern[0] for pattern in patterns)

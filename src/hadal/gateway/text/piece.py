@@ -14,7 +14,7 @@ from hadal.gateway.text.tools import CallDelta
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """Prompt with its tokens' log-probabilities, for OpenAI's form (`is_echoed`) and vLLM's (`is_told`)."""
+    """Prompt and its log-probabilities, for OpenAI's form (`is_echoed`) and vLLM's (`is_told`)."""
 
     text: str
     ids: tuple[int, ...]

@@ -51,7 +51,7 @@ class _SchemaPlace(NamedTuple):
 
 
 class LeadsNowhere(Exception):
-    """Raised for a reference to no part of its own schema, or for references to too many schemas."""
+    """Raised for a reference to no part of its schema, or for references to too many schemas."""
 
 
 def resolved(schema: Schema, of: str, param: str) -> Schema:

@@ -143,7 +143,7 @@ class _Finite:
                 yield part.get("items")
 
     def _resolved(self, ref: str) -> Any:
-        """Return the target of a reference within the schema; None for other, invalid references."""
+        """Return the target of a reference within the schema; None for invalid references."""
         if not ref.startswith("#"):
             return None
         found: Any = self._root

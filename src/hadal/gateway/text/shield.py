@@ -18,7 +18,7 @@ from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.tokens.split import any_of
 
 _CHARS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
-"""Candidates for shields, noncharacters before private use. The first two in no message are used."""
+"""Candidates for shields, noncharacters before private use; the first two in no text are used."""
 
 
 class Marks:
@@ -68,7 +68,7 @@ class Shield:
     char: str
     """Character put after the first character of a mark."""
     end: str
-    """Second character that occurs in no text; marks the end of a message that the reply continues."""
+    """Second character that occurs in no text; ends a message that the reply continues."""
     is_guarding: bool
     """True if texts of the request may form a mark where a template joins them."""
 

@@ -6,7 +6,7 @@ Each of the four stages may hold text back:
                       (half characters) (<think>, </think>) (taken out)       (starts of one)
 
 Control marks steer a chat and are not text of its reply, whether single tokens or spelled out. The
-final text depends only on the tokens, never on their grouping. Independent of JSON, HTTP and clocks.
+final text depends only on the tokens, not on their grouping. Independent of JSON, HTTP and clocks.
 """
 
 from __future__ import annotations

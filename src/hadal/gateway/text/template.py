@@ -57,7 +57,7 @@ sys.path[:] = sys.argv[4:]
 from hadal.gateway.text.template import main
 main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 """
-"""Program of the process. It runs with -I, as PYTHON variables could load modules, which use memory."""
+"""Program of the process, run with -I: PYTHON variables could load modules, which cost memory."""
 
 
 class ConfinedProcess:
@@ -110,7 +110,7 @@ class ConfinedProcess:
             ) from None
 
     def check(self, grammars: Sequence[str], prefix: str = "") -> tuple[int, str] | None:
-        """Return (index, reason) of the first grammar that is unsupported (tokens/grammars), or None.
+        """Return (index, reason) of the first unsupported grammar (tokens/grammars), or None.
         Index -1: the check itself failed or exceeded a limit. Raises ApiError as `render` does.
         """
         try:

@@ -38,7 +38,7 @@ _FENCED = re.compile(r"\s*([^\s`][^\n`]*?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))"
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,3})")
 """Number of a call, counted from 0 within a conversation."""
 _MAX_HEAD = 256
-"""Maximum number of characters before the arguments; a longer text is not searched for a name again."""
+"""Maximum number of characters before the arguments; a longer text is not a call."""
 _BARE = re.compile(r"\s*([^\s`][^\n`]*)\n\s*(?=[{\[])")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -225,7 +225,7 @@ def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
 
 
 def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Tool, ...]:
-    """Read a client's tools, in /chat/completions' form; errors use `words`. Raises RequestError."""
+    """Read a client's tools, as in /chat/completions; errors use `words`. Raises RequestError."""
     if len(given) > MAX_TOOLS:
         raise RequestError(
             f"tools has {len(given)} entries; at most {MAX_TOOLS} are allowed.", "tools"
@@ -290,7 +290,7 @@ def read_choice(
     is_parallel: bool | None,
     words: ToolWords = CHAT_WORDS,
 ) -> Choosing:
-    """Read `tool_choice` and `parallel_tool_calls`, as in /chat/completions. Raises RequestError."""
+    """Read `tool_choice` and `parallel_tool_calls` as in /chat/completions. Raises RequestError."""
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not tools:
             raise RequestError(
@@ -353,7 +353,7 @@ class CallReader:
         self._raw = ""
         """Text of a call without a complete name, including marks."""
         self._held = ""
-        """Text that waits for more: an incomplete head, or a possible end of the arguments' fence."""
+        """Text that waits for more: an incomplete head, or a possible end of a fence."""
         self._deltas: list[CallDelta] = []
         self._shown = ""
 

@@ -31,7 +31,7 @@ class Vocabulary:
     """Encoder and byte table of one model."""
 
     def __init__(self, fields: dict[str, Any], source: str) -> None:
-        """`fields`: tokenizer.json's content; `source`: its name in errors. Raises CheckpointError."""
+        """`fields`: of tokenizer.json; `source`: its name in errors. Raises CheckpointError."""
         table = token_table(fields, source)
         given = {**fields, "added_tokens": [], "truncation": None, "padding": None}
         try:

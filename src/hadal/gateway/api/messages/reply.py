@@ -141,7 +141,7 @@ def _text_block(text: str) -> dict[str, Any]:
 
 
 def _call_block(part: ReplyPart, input: Any) -> dict[str, Any]:
-    """Return a call's block. `caller` is always direct, as this server runs no programs of a model."""
+    """Return a call's block. `caller` is always direct, as no programs of a model run here."""
     call = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": input}
     return {**call, "caller": {"type": "direct"}}
 

@@ -1,8 +1,8 @@
 """Replies in OpenAI's format: whole bodies, and the chunks of a stream.
 
-A stream's chunks are joined from parts encoded once, since almost every token needs a chunk. A chunk
-has all tokens since the last chunk, so clients must count tokens by `usage`, not by chunks. Depends
-on the API's JSON, not on the source of tokens or on sockets.
+A stream's chunks are joined from parts encoded once, since almost every token needs a chunk. A
+chunk has all tokens since the last chunk, so clients must count tokens by `usage`, not by chunks.
+Depends on the API's JSON, not on the source of tokens or on sockets.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class ChatMessage(msgspec.Struct):
     function_call: Any = None
     audio: Any = None
     prefix: bool | None = None
-    """DeepSeek's field: the reply continues this message, which must be a last one by the assistant."""
+    """DeepSeek's field: the reply continues this message, the last one, by the assistant."""
     partial: bool | None = None
     """Name of `prefix` at Moonshot and DashScope."""
     reasoning_content: str | None = None

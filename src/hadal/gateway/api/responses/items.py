@@ -30,7 +30,7 @@ def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) 
         raise RequestError("input is empty; send a text or a list of items.", "input")
     turns: list[Turn] = []
     behind: dict[int, list[str]] = {}
-    """Index of a turn -> assistant texts after its calls, which join it before the calls' results."""
+    """Index of a turn -> assistant texts after its calls; they join it before the results."""
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.type in ("function_call", "custom_tool_call"):

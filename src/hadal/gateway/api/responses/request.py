@@ -140,8 +140,8 @@ class _ItemId(msgspec.Struct):
 
 
 def items_in(bodies: Sequence[bytes], ids: Sequence[str], max_bytes: int) -> dict[str, InputItem]:
-    """Return id -> item, for the items of these responses that have one of `ids`. Raises RequestError
-    if they exceed `max_bytes` in total, the limit for bodies.
+    """Return id -> item, for the items of these responses that have one of `ids`. Raises
+    RequestError if they exceed `max_bytes` in total, the limit for bodies.
     """
     found: dict[str, InputItem] = {}
     wanted, num_bytes = set(ids), 0
