@@ -30,9 +30,9 @@ def make_leader(
 ) -> PrefillLeader | DecodeLeader:
     """Return the state machine that decides for a unit.
 
-    `pool_name`: the pool of a unit that is one process; ranks have their own. `fingerprint`: of its
-    KV (kv/names). `index`: blocks that a prefill unit finds on disk; None: none until it receives
-    some.
+    `pool_name`: the pool of a unit that is one process; ranks have their own. `fingerprint`: KV
+    fingerprint (kv/names). `index`: blocks known to be on disk, for a prefill unit; None: no blocks
+    yet.
     """
     if role == PREFILL:
         return PrefillLeader(

@@ -3,7 +3,7 @@ state of these.
 
 Two timeouts, on purpose. A node is lost if its agent sends nothing for `timeout_s`: its processes
 count as ended at once, and its units continue without them. The node provider decides whether the
-node is replaced. It may take a minute, for its decision ends processes that may be well.
+node is replaced. It may take a minute, because replacing a node ends processes that may be healthy.
 
     ABSENT --an agent reports--> UP --silent for timeout_s--> LOST --an agent reports--> UP
 
@@ -59,13 +59,13 @@ class Node:
         self.number = number
         self.phase = NodePhase.ABSENT
         self.news: NodeNews | None = None
-        """Latest message of its agent."""
+        """Latest message of the node's agent; None before the first."""
         self.heard_s = -math.inf
         self.ordered_s = -math.inf
         self.processes: dict[str, FarProcess] = {}
         """Name -> latest epoch of the process."""
         self.told: dict[str, Address] | None = None
-        """Addresses of other nodes that were sent to its agent; None: none were sent."""
+        """Addresses last sent to the node's agent; None: none were sent to this agent."""
 
     @property
     def host(self) -> str:
@@ -95,7 +95,7 @@ class Nodes:
         """Agents that were replaced by another."""
         self._here: dict[str, Address] = {}
         self.num_rollouts = 0
-        """See NodeOrders."""
+        """Number of rollouts so far, sent in NodeOrders."""
         self.has_moved = True
         """True if processes started or stopped listening since nodes were last sent addresses."""
 
@@ -120,9 +120,7 @@ class Nodes:
         return problems
 
     def heard(self, now_s: float, news: NodeNews) -> bool:
-        """Apply an agent's message. Return True for an agent that did not count before: it has no
-        orders yet.
-        """
+        """Apply an agent's message. Return True for a new agent, which has no orders yet."""
         node = self.nodes[news.node]
         if (node.number, news.boot) in self._gone:
             self._say(agent_name(node.number, news.boot), NodeOrders((), is_over=True))
@@ -153,7 +151,7 @@ class Nodes:
         return is_new
 
     def _adopt(self, node: Node, news: ProcessNews) -> None:
-        """Adopt a process that an earlier supervisor had a node run, in its latest epoch."""
+        """Adopt a process of an earlier supervisor, unless this or a later epoch is known."""
         name, epoch_number = news.name, news.epoch_number
         others = [other.processes[name] for other in self.nodes if name in other.processes]
         if any(other.order.epoch_number >= epoch_number for other in others):
@@ -285,5 +283,5 @@ def _orders(processes: Mapping[str, FarProcess]) -> tuple[ProcessOrder, ...]:
 
 
 def _force(number: int) -> int:
-    """Return the strength of a signal: SIGKILL is above all that a process may ignore."""
+    """Return the strength of a signal: SIGKILL 2, any other signal 1, none 0."""
     return 2 if number == signal.SIGKILL else number != 0

@@ -1,7 +1,6 @@
-"""Reasons for which a leader returns an attempt (`Returned.reason`), each handled differently by
-the front.
+"""Reasons for which a leader returns an attempt (`Returned.reason`), and the front's reactions.
 
-A reason may go on after ": " with details for a person.
+A reason may have details for people, after ": ".
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from typing import NamedTuple
 from hadal.core.plans import NO_TOKEN, NOT_FINITE
 
 BACKOFF_S = 0.05
-"""Seconds before the first retry of a returned attempt; doubled at each retry, up to BACKOFF_MAX_S."""
+"""Seconds before the first retry after a failed pull or step, doubled up to BACKOFF_MAX_S; without
+capacity, each retry waits 2 * BACKOFF_S.
+"""
 BACKOFF_MAX_S = 2.0
 
 PREEMPTED = "preempted"
@@ -19,7 +20,7 @@ PREEMPTED = "preempted"
 QUEUE_FULL = "queue full"
 """The unit accepts no more. Retried a little later; does not count as a retry."""
 LEASE_EXPIRED = "lease expired"
-"""Decode had no capacity for it in time. Handled like QUEUE_FULL."""
+"""No decode unit pulled the attempt's KV in time. Handled like QUEUE_FULL."""
 PULL_FAILED = "pull failed"
 STEP_FAILED = "step failed"
 RANK_LOST = "rank lost"
@@ -31,9 +32,7 @@ QUEUE_FULL.
 TOO_LONG = "too long"
 """The request can never fit in this unit. The front ends it with an error."""
 VOID = frozenset({NO_TOKEN, NOT_FINITE})
-"""No token can be drawn, because of the request's own numbers or the model's. The front ends the
-request with an error.
-"""
+"""No token can be drawn. The front ends the request with an error."""
 
 
 def void(why: str) -> str:

@@ -151,16 +151,14 @@ def frame(value: Opening | Call) -> bytes:
 
 
 def canonical(call: Call) -> bytes:
-    """Return bytes that are equal for calls that decode alike: 0 in a field of floats is 0.0, a
-    list is a tuple.
+    """Encode a call as it decodes, so that equal calls have equal bytes: in a field of floats, 0
+    and 0.0 are the same, and lists are tuples.
     """
     return encode(_call_decoder.decode(encode(call)))
 
 
 def parse(data: bytes) -> Recording:
-    """Read a file's bytes. A last frame that was cut off, as by `kill -9`, is left out. Raises
-    RecordingError.
-    """
+    """Parse a file's bytes without a last frame cut off, as by `kill -9`. Raises RecordingError."""
     bodies = _frames(data)
     if not bodies:
         is_cut_off = len(data) < _LENGTH.size or _LENGTH.unpack_from(data)[0] <= _MAX_OPENING_BYTES

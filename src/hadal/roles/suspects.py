@@ -30,7 +30,7 @@ class Absence:
         self._called_s = math.inf
 
     def called(self, now_s: float) -> float:
-        """Note a call, and return for how long the detector did not run before it; 0 if it did."""
+        """Note a call; return for how many seconds the detector did not run before it, or 0."""
         gap_s, self._called_s = now_s - self._called_s, now_s
         return pause_s(gap_s, self._period_s)
 
@@ -41,7 +41,7 @@ class _SeenProcess:
 
     asked_s: float = -math.inf
     first: tuple[float, float] | None = None
-    """Time of the first observation, and how long it had waited for a processor by then."""
+    """(time, seconds waited for a processor so far) of the first observation."""
     starved: float | None = None
     is_stopped: bool = False
 
@@ -73,9 +73,7 @@ class Suspects:
         ]
 
     def to_ask(self, now_s: float) -> list[str]:
-        """Return suspected processes for which the host must be asked now. Each is returned again
-        only after a while.
-        """
+        """Return suspected processes to ask the host about now, each at most every _ASK_AGAIN_S."""
         due = [
             name
             for name, seen in self._name_to_seen.items()
@@ -86,9 +84,7 @@ class Suspects:
         return due
 
     def is_frozen(self, name: str, silent_s: float, timeout_s: float) -> bool:
-        """Return whether a process is frozen by another timeout than `judge`'s, as for one that
-        other processes have lost.
-        """
+        """Return whether a process is frozen, by another timeout than `judge` applies."""
         return is_frozen(self._silence(name, silent_s), timeout_s)
 
     def sighted(self, now_s: float, message: Sighting) -> None:

@@ -88,7 +88,7 @@ class DecodeCache:
 
     # ---- names ----
     def placed(self, slot: int) -> None:
-        """Note the text in a new request's next block, and the names of its blocks before that."""
+        """Note the names of a new request's full blocks, and the text of its partly filled one."""
         table, occupant = self._table, self._table.occupant(slot)
         generation, num_full = occupant.generation, occupant.lease.num_tokens // BLOCK_TOKENS
         num_chained = num_full * NAME_BYTES

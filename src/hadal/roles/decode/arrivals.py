@@ -99,9 +99,7 @@ class DecodeArrivals:
         self.waiting.clear()
 
     def refuse_all(self) -> None:
-        """Return all queued requests: no rank lives. Another unit may have capacity; this one will
-        not soon.
-        """
+        """Return all queued requests, because no rank lives: another unit may have capacity."""
         for key in self.waiting:
             self._out.append(given_back(self._unit, key, QUEUE_FULL))
         self.waiting.clear()

@@ -35,7 +35,7 @@ class DecodeHeld:
         )
 
     def take(self, now_s: float, rank_to_held: Mapping[int, Held]) -> None:
-        """Hold the KV of ranks that were taken over; the pools list it under `held_by` already."""
+        """Hold the KV of ranks taken over; in their pools it already has the owner `held_by`."""
         for rank, held in rank_to_held.items():
             self._by_rank[rank] = {kv.attempt_id: kv for kv in held.kv}
             self._until_s = now_s + HELD_S
@@ -56,8 +56,8 @@ class DecodeHeld:
             self.release()
 
     def claim(self, generation: Generation) -> tuple[int, HeldKv] | None:
-        """Transfer KV to its attempt and return (rank, KV), if it has all positions that the
-        attempt's next step reads. Else return None.
+        """Make the attempt the owner of its KV and return (rank, KV), or None unless the KV has all
+        positions that the attempt's next step reads.
         """
         num_tokens = len(generation.prompt) + len(generation.output) - 1
         for rank, of_rank in self._by_rank.items():
@@ -78,7 +78,7 @@ class DecodeHeld:
         return None
 
     def owners(self, rank: int) -> Iterator[tuple[Hashable, Sequence[int]]]:
-        """Return (owner, blocks) of a rank, as in the pools."""
+        """Return (owner, block ids) of a rank's held KV, with the owners that its pool has."""
         return ((held_by(rank, kv), kv.block_ids) for kv in self._by_rank.get(rank, {}).values())
 
     def _free(self, rank: int, kv: HeldKv) -> None:

@@ -10,10 +10,11 @@ at once.
 
 A request that ends by token count is left out in time, as that is known beforehand. Each request
 belongs to a rank: `arrivals` queues it, `slots` owns its slot and blocks there, `answers` names the
-blocks that it fills, and `table` has its numbers for plans. A plan is a difference, one per rank,
-and all ranks step together. When the unit forms anew, the plans in flight are void: surviving
-requests go back to their last delivered token and join again. A leader that took its ranks over
-does the same with requests that the front resumes. Independent of other units.
+blocks that it fills, and `table` has its numbers for plans. A plan is the difference to the one
+before; each rank gets its own, and all ranks step together. When the unit forms anew, the plans in
+flight are void: surviving requests go back to their last delivered token and join again. A leader
+that took its ranks over does the same with requests that the front resumes. Independent of other
+units.
 """
 
 from __future__ import annotations
@@ -222,8 +223,8 @@ class DecodeLeader:
             self.slots.close(slot, self._in_flight.done_id)
 
     def _front_up(self, event: FrontUp) -> None:
-        """Drop the requests of an earlier front. KV held since an earlier leader may belong to the
-        first front and stays then.
+        """Drop the requests of an earlier front. KV held from an earlier leader stays if this is
+        the first front that this leader sees, which may resume it.
         """
         is_first = not self._reporter.has_front
         if self._reporter.is_new_front(event):
@@ -282,8 +283,8 @@ class DecodeLeader:
         self._out += self._tracer.done(done)
 
     def _learn(self, step: _BegunStep, done: StepDone, *, is_whole: bool) -> None:
-        """Note the time of a pass and the drafts that were right. `is_whole`: all planned tokens
-        were computed. If requests drew stop ids they were not, and the step counts for drafts only.
+        """Note the time of a pass and the drafts that were right. `is_whole` is False if a request
+        drew a stop id before the last pass: the step then has no time, and counts for drafts only.
         """
         seconds: list[float] = []
         op_times: tuple[OpTime, ...] = ()
@@ -485,8 +486,8 @@ class DecodeLeader:
         return leaves, joins
 
     def _num_passes(self, num_requests: int, num_drafts: int, num_before: int) -> int:
-        """Return the passes of the next plan: 1 if it is traced, or if it drafts another number
-        than it checks.
+        """Return the number of passes of the next plan: 1 if it is traced, or if it makes more or
+        fewer drafts than it checks.
         """
         if num_drafts != num_before or self._tracer.is_wanted:
             return 1

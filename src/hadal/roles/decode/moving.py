@@ -5,9 +5,9 @@ ranks.
     s is done   |   Pull, into blocks reserved at the target with the decision    |   plans s+1 and s+2 go without
     KvPulled    |   the source is freed, the target joins the next plan           |   s+3, or s+4 at the latest
 
-A copy that is not finished when plan s+4 is made is called off: the request continues at its
-source, with untouched KV. It therefore never rests for more than STALL_STEPS_MAX steps. The blocks
-that the copy writes stay reserved until it has ended.
+If the copy is not finished when plan s+4 is made, the move is called off: the request continues at
+its source, with untouched KV. So it rests for at most STALL_STEPS_MAX steps. The blocks that the
+copy writes stay reserved until it has ended.
 
 A request owns its source slot until its KV is at the target, so a request that ends earlier ends at
 its source. Depends on the table and the allocators; independent of plans.
@@ -58,9 +58,7 @@ class Trip:
 
 
 class DecodeMoving:
-    """Moves between ranks. Slots are numbered over the unit. `key_to_slot` is the owner's map of
-    requests.
-    """
+    """Moves between ranks. Slots are numbered over the unit; DecodeSlots shares `key_to_slot`."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class DecodeMoving:
         self.num_called_off = 0
         """Moves that ended at their source, for any reason but the request's end."""
         self.stalls: Counter[int] = Counter()
-        """Number of steps that a request rested for a move -> how often, called-off moves included."""
+        """Steps that a request rested for a move -> number of moves, called-off ones included."""
         self._table = table
         self._pools = pools
         self._per_rank = per_rank
@@ -90,8 +88,8 @@ class DecodeMoving:
 
     # ---- candidates ----
     def movable(self, rows: Sequence[int], next_step_id: int, terms: MoveTerms) -> RunningView:
-        """Return the blocks that each request would need elsewhere once the next plan has computed
-        it, by rank (`rows`) and slot.
+        """Return the blocks that each request would need on another rank once the next plan has
+        computed it, by rank (`rows`) and slot; 0 for requests that may not move.
         """
         table, shape = self._table, (-1, self._per_rank)
         # The plan that publishes a request's KV must compute it.
@@ -243,12 +241,10 @@ class DecodeMoving:
                 self._go_on(trip)
                 self._table.state[trip.source] = (
                     SlotState.ACTIVE
-                )  # As in the void plans; the table undoes them.
+                )  # So that `table.roll_back` undoes the void plans for it.
 
     def in_flight(self) -> list[int]:
-        """Return sources that a plan in flight computes, or should have: a failed step makes their
-        KV unknown.
-        """
+        """Return sources without a copy: after a failed step their KV is unknown."""
         return [trip.source for trip in self._trips.values() if trip.lease is None]
 
     def is_going(self, source: int) -> bool:

@@ -1,7 +1,4 @@
-"""Plans of a decode step: changes by the unit's slots in, one plan per rank out.
-
-Decides nothing and changes nothing.
-"""
+"""Plans of a decode step, one per rank, made of the changes to the unit's slots. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from hadal.roles.unit.tokens import has_penalty
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """Slots of the unit that a step treats specially. `second` has each rank's own slots, by rank."""
+    """Slots of the unit that a step changes. `second`: each rank's own slots of micro-batch 2."""
 
     leaves: Sequence[int] = ()
     joins: Sequence[tuple[int, Join]] = ()
@@ -35,8 +32,8 @@ class StepNews:
 def make_plans(
     same: DecodePlan, num_ranks: int, per_rank: int, news: StepNews
 ) -> tuple[DecodePlan, ...]:
-    """Return the step's plans, one per rank, with the rank's own slot numbers. `same`: the plan of
-    a rank without news.
+    """Return the step's plans, one per rank, with the rank's own slot numbers. `same`: plan
+    of a rank without changes.
     """
     rank_leaves = _by_rank(news.leaves, per_rank)
     rank_publishes = _by_rank(news.publishes, per_rank)
@@ -77,8 +74,8 @@ def _by_rank(slots: Sequence[int], per_rank: int) -> dict[int, list[int]]:
 
 
 def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
-    """Return the slot's entry in its rank's table. It continues from the last delivered token,
-    which is prefill's at first.
+    """Return the slot's entry in its rank's table. The request continues from its last
+    delivered token; prefill drew the first.
     """
     generation = table.occupant(slot).generation
     prompt, output = (

@@ -73,14 +73,12 @@ class PassTimes:
 
 
 class SlotDrafts:
-    """Drafts (speculative tokens) per slot: to check, and to be made by the next plan."""
+    """Numbers of drafts (speculative tokens) that the next plan checks and makes per slot."""
 
     def __init__(self, chooser: DraftChooser, num_slots: int) -> None:
         self._chooser = chooser
         self._next: int | None = None
-        """Drafts that the next plan makes per slot, chosen already while the plan waits for blocks;
-        else None.
-        """
+        """Drafts per slot of the next plan, which may wait for blocks; None until chosen."""
         self._made: Ints = np.zeros(num_slots, np.int64)
         """Drafts per slot made by the last plan that computes the slot, [slots]."""
 
@@ -101,7 +99,7 @@ class SlotDrafts:
         return self._next
 
     def most_made(self, slots: Bools) -> int:
-        """Return the most drafts that any of these slots has to check."""
+        """Return the largest number of drafts that one of these slots has to check."""
         return int(self._made[slots].max(initial=0))
 
     def join(self, slots: Sequence[int]) -> None:
@@ -141,8 +139,8 @@ class SlotDrafts:
 
 
 class SecondMicroBatch:
-    """Slots of the second micro-batch, by rank. They stay while the same slots are computed and no
-    slot joins, as all grow alike.
+    """Slots of the second micro-batch, by rank. The choice stays while the same slots are computed
+    and none joins, because all grow alike.
     """
 
     def __init__(self, scheduler: StepScheduler, per_rank: int) -> None:

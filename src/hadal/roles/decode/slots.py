@@ -63,7 +63,7 @@ class DecodeSlots:
         self.cache = DecodeCache(self.table, pools, slots_per_rank, answers or AnswerCache())
         self._held = DecodeHeld(pools)
         self.is_starved = False
-        """True while the next plan waits for blocks: no request gets a slot before."""
+        """True while the next plan waits for blocks; queued requests get no slots meanwhile."""
         self._pools = pools
         self._unit = unit
         self._out = out
@@ -148,8 +148,8 @@ class DecodeSlots:
         return self.per_rank - int(np.count_nonzero(self.table.state[self.of_rank(rank)]))
 
     def make_room(self) -> bool:
-        """Drop waiting disk writes on all ranks, if a slot is free but no blocks are. Return
-        whether that freed blocks.
+        """If a slot is free, so that queued requests lack only blocks, drop waiting disk writes on
+        all ranks. Return whether that freed blocks.
         """
         living = self._pools.living
         if not any(self.num_free_slots(rank) for rank in living):

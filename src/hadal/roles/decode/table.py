@@ -95,8 +95,8 @@ class DecodeTable:
         self.is_preempted: Bools = np.zeros(num_slots, np.bool_)
         """True if the request returns to the front once its last tokens are delivered."""
         self.length: Ints = np.zeros(num_slots, np.int64)
-        """KV positions surely written after the last emitted plan. The next plan writes this
-        position, or one up to `num_unsure` further on.
+        """KV positions certainly written once all emitted plans are done. The next plan writes at
+        this position, or up to `num_unsure` further on.
         """
         self.num_unsure: Ints = np.zeros(num_slots, np.int64)
         """Drafts that the plans in flight check: possible tokens beyond one per pass."""
@@ -119,9 +119,9 @@ class DecodeTable:
         before the slot is ACTIVE.
         """
         self.tenant: Ints = np.zeros(num_slots, np.int64)
-        """Number of its tenant."""
+        """Number of the request's tenant in this table."""
         self.weight: Floats = np.ones(num_slots)
-        """Weight of its tenant."""
+        """Weight of the request's tenant."""
         self.is_batch: Bools = np.zeros(num_slots, np.bool_)
         self._tenant_to_number: dict[str, int] = {}
         self.moved_step_id: Ints = np.zeros(num_slots, np.int64)
@@ -213,8 +213,8 @@ class DecodeTable:
         return slot
 
     def go_on_at(self, source: int, target: int, lease: KvLease) -> None:
-        """Continue a request at `target`, which has its KV as in `lease`: it joins there next. The
-        caller frees `source`.
+        """Continue a request at `target`, where its KV is now: the next plan lets it join there.
+        `lease`: lease of the copy. The caller frees `source`.
         """
         self._copy_row(source, target)
         self.names[target] = self.names[source]
@@ -303,8 +303,8 @@ class DecodeTable:
         return np.flatnonzero(computed & (np.minimum(num_written, num_wanted) > self.room))
 
     def at_max_tokens(self) -> Ints:
-        """Return active slots that are sure to draw their last token in a plan already emitted:
-        they leave without waiting for it.
+        """Return active slots that certainly draw their last token in an emitted plan; they leave
+        before its result arrives.
         """
         return np.flatnonzero(
             (self.state == SlotState.ACTIVE) & (self.output_index >= self.max_tokens)
@@ -334,8 +334,8 @@ class DecodeTable:
         return computed
 
     def settle(self, num_checked: Ints, slots: Ints, num_more: Ints) -> None:
-        """Settle a done plan that checked `num_checked` drafts per slot: in `slots`, `num_more`
-        tokens came beyond those counted. It is negative if a stop id came before them.
+        """Correct the counts after a plan that checked `num_checked` drafts per slot. `slots`
+        drew `num_more` tokens more than `advance` counted; negative if a stop id ended them early.
         """
         self.num_unsure -= num_checked
         self.length[slots] += num_more
@@ -350,12 +350,11 @@ class DecodeTable:
                     self.outputs[slot].append(value)
 
     def roll_back(self, num_void: Ints) -> None:
-        """Undo the last plans, which counted `num_void` tokens per slot: back to the last delivered
-        token.
+        """Undo the plans in flight, which counted `num_void` tokens per slot.
 
-        The Runner's table is empty then. Computed slots join again, and so do slots that closed
-        only because a void plan would have drawn their last token. Closing slots of ended requests
-        stay closing.
+        Slots return to the last delivered token. The Runner's table is empty then. Computed slots
+        join again, and so do slots that closed only because a void plan would have drawn their last
+        token. Closing slots of ended requests stay closing.
         """
         self.length -= num_void
         self.output_index -= num_void

@@ -19,7 +19,7 @@ from hadal.core.plans import StepDone
 from hadal.roles.experts.window import CountsWindow
 
 _NUM_TRACED = 2048
-"""Traced steps with a balance kept until their trace passes: as many as may be requested at once."""
+"""Maximum number of traced steps with a balance that is kept until their trace is sent."""
 
 
 @dataclass(frozen=True, slots=True)

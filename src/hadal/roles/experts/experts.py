@@ -4,7 +4,8 @@ layer at a time.
     counted steps --> window of loads --> a layer pays? --> RankStage to ranks that need weights --> flip in a step
 
 `counts` measures, `planner` chooses a layer and a change to try, and `installer` owns the placement
-in force. Nothing is planned unless every rank is a member.
+in force. A flip switches all ranks to a layer's new placement. Nothing is planned unless every rank is a
+member of the formation.
 
 Sans-IO: independent of the wire and of requests. Its owner (roles/ranks) calls it with events and
 sends the messages that it returns.
@@ -73,9 +74,7 @@ class ExpertBalancer:
 
     # ---- formations ----
     def began(self, formation: int, placement: Placement, addresses: Mapping[int, Address]) -> None:
-        """Begin a formation with this placement and these ranks. An installation of the formation
-        before is void.
-        """
+        """Begin a formation with this placement and these ranks; drop a pending installation."""
         self.ended()
         self.installer.began(formation, placement, addresses)
 
@@ -88,9 +87,7 @@ class ExpertBalancer:
 
     # ---- steps ----
     def planned(self, step_id: int, plans: tuple[StepPlan, ...]) -> tuple[StepPlan, ...]:
-        """Return the plans to send: marked as counted if the step is, and with a flip if one is
-        ready.
-        """
+        """Return the plans to send: marked if the step is counted, with a flip if one is ready."""
         flips = self.installer.flips(step_id)
         is_counted = self.counts.planned(
             step_id, self.installer.issued, is_traced=plans[0].is_traced
@@ -102,9 +99,7 @@ class ExpertBalancer:
         )
 
     def done(self, step_id: int, parts: Mapping[int, StepDone]) -> bool:
-        """Take in a step that all ranks did. Return whether it included a flip, which changes
-        `placement`.
-        """
+        """Process a step that all ranks did. Return whether a flip in it changed `placement`."""
         self._planner.done()
         self.counts.done(step_id, parts)
         return self.installer.done(step_id, parts)
@@ -127,7 +122,7 @@ class ExpertBalancer:
 
     # ---- staging ----
     def staged(self, now_s: float, rank: int, staged: Staged) -> bool:
-        """Take in a rank's answer to a StagePlan. Returns False if no installation waits for it."""
+        """Process a rank's answer to a StagePlan. Returns False if no installation waits for it."""
         return self.installer.staged(now_s, rank, staged)
 
     def tick(self, now_s: float) -> None:

@@ -45,8 +45,8 @@ class ExpertTerms:
     thousand steps (vLLM and SGLang: 1000).
     """
     half_life: float = 8.0
-    """Age at which loads count half, intervals. A change of the load makes up most of the window
-    after 128 steps.
+    """Age at which loads count half, intervals. After 128 steps, a changed load makes up
+    about half of the window.
     """
     num_intervals_min: int = 6
     """Minimum for a plan: three intervals to plan by and three to judge by, for a usable spread."""
@@ -98,7 +98,7 @@ class ExpertTerms:
     """Steps per planning call. Measured with E = 256 on a shared core: 11 ms for a split, 12 to 20
     ms for moves (bench/balance_experts, `1 layer ms`), 33 ms at worst (with 144 ranks of 2 expert
     slots as with 32 of 9). A call begins after a step's plans are sent. With two steps in flight,
-    the ranks do not wait for it if a step takes longer.
+    it does not delay ranks if a step takes longer than the call.
     """
     rest_intervals: int = 32
     """Intervals until a layer without a paying change is examined again: a whole new window. It is

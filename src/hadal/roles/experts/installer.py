@@ -1,8 +1,8 @@
 """Placement in force on all ranks, and the installation of one layer's next placement.
 
 A new placement is in force once all ranks did the step with its flip. If a rank fails to stage or
-the formation ends before, the old placement stays in force. After a failure nothing is staged for a
-while, longer each time. Independent of loads.
+the formation ends before, the old placement stays in force. After a failure, nothing is staged
+until a back-off ends, which doubles with each failure in a row. Independent of loads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hadal.roles.experts.planner import LayerChange, LayerRests
 from hadal.roles.ranks.notes import Routine
 
 _SETTLE_INTERVALS = 2
-"""Intervals without changes after a flip: enough for a new one to judge by and one to plan by."""
+"""Intervals for which a layer rests after a flip or a failure: one to plan by, one to judge by."""
 
 
 class StageBackoff:
@@ -126,7 +126,7 @@ class ExpertInstaller:
         return self.installing.stage_plans(self.placement, self._addresses)
 
     def staged(self, now_s: float, rank: int, staged: Staged) -> bool:
-        """Take in a rank's answer. Returns False if no installation waits for it."""
+        """Process a rank's answer. Returns False if no installation waits for it."""
         install = self.installing
         if install is None or not install.expects(rank, staged):
             return False
@@ -169,7 +169,7 @@ class ExpertInstaller:
         return (flip,)
 
     def done(self, step_id: int, parts: Mapping[int, StepDone]) -> bool:
-        """Take in a step that all ranks did. Returns whether it changed `placement` by a flip."""
+        """Process a step that all ranks did. Returns whether a flip in it changed `placement`."""
         install = self.installing
         if (
             install is None

@@ -1,4 +1,4 @@
-"""Moves of layers, for people and for gauges: totals, the last moves, and the present placement.
+"""Moves of experts, for people and for metrics: totals, the last moves, and the present placement.
 
 Decides nothing.
 
@@ -20,7 +20,7 @@ from hadal.roles.experts.gain import fractions
 from hadal.roles.experts.install import Installation
 
 _NUM_MOVES = 8
-"""Last moves that are shown."""
+"""Number of last moves that are shown."""
 
 
 class ExpertMoves:

@@ -42,9 +42,9 @@ class LayerRests:
     def __init__(self, window: CountsWindow, num_layers: int) -> None:
         self._window = window
         self._until = np.zeros(num_layers, np.int64)
-        """Number of the interval until which each layer rests."""
+        """Per layer, the number of the interval until which it rests."""
         self._lack = np.ones(num_layers)
-        """Lack of balance (1 - balancedness) above which each layer's rest ends early."""
+        """Per layer, the lack of balance (1 - balancedness) above which its rest ends early."""
 
     def rest(self, layer: int, num_intervals: int, lack: float = 1.0) -> None:
         """Skip the layer for some intervals, or until it lacks more balance than `lack`."""

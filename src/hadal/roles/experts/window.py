@@ -1,8 +1,8 @@
 """Recent loads of a unit's experts and their balance over its ranks, from counts alone.
 
 An interval covers all tokens that ranks received between two counted steps, or several such parts.
-Loads of logical experts are kept for the last intervals and fade with age: from them the load under
-any other placement follows. Balancedness is measured on the ranks' actual loads. Independent of
+Loads of logical experts are kept for the last intervals and fade with age; the load under any other
+placement follows from them. Balancedness is measured on the ranks' actual loads. Independent of
 time; decides nothing.
 
 Shapes: T intervals, L MoE layers, R ranks, S expert slots of a rank, E logical experts.
