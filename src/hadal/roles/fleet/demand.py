@@ -1,7 +1,7 @@
 """Demand on the fleet: samples of the last minutes, and the demand of each hour of a day.
 
 It is computed from the front's counters, so the front only has to report sums. Times are seconds
-since some midnight. Independent of units.
+since a midnight. Independent of units.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DemandMeter:
             self._open_from_s = now_s
 
     def shape(self, role: str) -> DayShape:
-        """Return the demand curve of the last observed day; the assumed one until there is one."""
+        """Return the demand curve of the last observed day; before a full day, the assumed one."""
         return self._shapes[role]
 
     def _count_hour(self, last_s: float, now_s: float, more: Mapping[str, int]) -> None:

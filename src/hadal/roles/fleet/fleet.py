@@ -44,11 +44,9 @@ from hadal.roles.fleet.units import OWNS_NODES, FleetUnit, UnitMove, UnitState, 
 
 FRONT = "front"
 RESEND_S = 10.0
-"""Seconds after which a request without effect is repeated."""
+"""Seconds after which a message to start, drain, keep or stop a unit is sent again."""
 DRAIN_GRACE_S = 30.0
-"""Seconds after a drain's deadline at which a unit is stopped although it has requests, which are
-retried then.
-"""
+"""Seconds after a drain's deadline at which a unit is stopped; its requests are then retried."""
 BACKOFF_S = 5.0
 """Seconds before the next start of a role's unit after a failed one; doubled with each failure in a
 row, up to BACKOFF_MAX_S.
@@ -63,7 +61,7 @@ this time is stopped, and its start counts as failed.
 
 class Fleet:
     """State machine of `rules.num_nodes_max` nodes and the units on them. It begins without units;
-    `start` requests the floor.
+    `start` starts the minimum number (the floor).
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class Fleet:
         return [*self._out]
 
     def handle(self, now_s: float, event: Event) -> list[FleetEffect]:
-        """Take in one event and return what to do, in order."""
+        """Process one event, and return the effects in order."""
         self._out.clear()
         match event:
             case Demand():
@@ -197,7 +195,7 @@ class Fleet:
 
     # ---- from existing to wanted units ----
     def _settle(self, now_s: float) -> None:
-        """Advance units between two states, and repeat requests without effect."""
+        """Stop drained and overdue units, and repeat messages without effect."""
         timeout_s = max(START_FACTOR * self.rules.start_s, START_TIMEOUT_MIN_S)
         for unit in self.table.by_name.values():
             if unit.state is UnitState.STOPPED:
@@ -221,7 +219,7 @@ class Fleet:
         if is_empty or drained_s >= self._drain_timeout_s + DRAIN_GRACE_S:
             self._stop(now_s, unit)
         elif not is_heard and now_s - unit.asked_s >= RESEND_S:
-            # A drain is lost with the front that died; the next front learns of it here.
+            # A drain is lost with the front that died; the next front gets it here.
             self._ask_drain(now_s, unit, max(0.0, self._drain_timeout_s - drained_s))
 
     def _settle_keep(self, now_s: float, unit: FleetUnit) -> None:
@@ -312,7 +310,7 @@ class Fleet:
         return True
 
     def _held_by(self, unit: FleetUnit) -> tuple[int, int]:
-        """Return a sort key: its requests, then the highest number first, so that numbers stay low."""
+        """Return a sort key: fewest requests first, then highest index, to keep indices low."""
         facts = self._facts.get(unit.name)
         return facts.num_requests if facts is not None else 0, -unit.index
 

@@ -28,9 +28,9 @@ from hadal.policy.scaling import (
 from hadal.roles.fleet.demand import DemandMeter
 
 _NUM_CHANGES = 64
-"""Last decisions that are kept for display."""
+"""Number of last decisions kept for display."""
 _NUM_AHEAD = 25
-"""Points of a displayed forecast."""
+"""Number of points of a displayed forecast."""
 
 
 class FleetNeed:
@@ -66,7 +66,7 @@ class FleetNeed:
         """(time, need of prefill, need of decode) over the last `hold_s` seconds."""
 
     def demanded(self, now_s: float, demand: Demand) -> None:
-        """Take in the front's counters and the units' facts."""
+        """Note the front's counters and the units' facts."""
         self._meter.add(self.time_of_day_s(now_s), demand)
         self._facts = demand.units
 

@@ -69,17 +69,15 @@ class FleetUnit:
     index: int
     state: UnitState = UnitState.STOPPED
     since_s: float = 0.0
-    """Time at which it entered this state."""
+    """Time at which the unit entered its state."""
     asked_s: float = 0.0
-    """Time of the last request to start, drain, keep or stop it. Requests without effect are
-    repeated.
-    """
+    """Time of the last message to start, drain, keep or stop the unit (Fleet repeats it)."""
     drain_number: int = 0
     """Id of the unit's latest drain, sent in `DrainUnit`. A front that reports another number has not
     received this drain.
     """
     is_old: bool = False
-    """True if it was started before the last rollout was requested, so that it must be replaced."""
+    """True if the unit was started before the last rollout began, which must replace it."""
 
 
 class UnitTable:

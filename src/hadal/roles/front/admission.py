@@ -69,7 +69,7 @@ class FrontAdmission:
         )
 
     def submit_refusal(self, now_s: float, submit: Submit) -> Refusal | None:
-        """Return why one generation is refused that `refusal` has not checked; None if it is admitted."""
+        """Return why a generation not checked by `refusal` is refused; None if it is admitted."""
         generation = submit.generation
         # A free place matters only with a queue of length 0, so has_room is called only then.
         may_hold_none = self._routing.limits.max_queued == self._requests.num_waiting == 0

@@ -4,8 +4,8 @@ The units' Cached messages keep it up to date. It only helps to route prompts. A
 real blocks itself, so a lost, duplicated or late message costs time and never a token. Blocks on
 disk are not in it: every unit of a deployment reads the same folder, so the disk favours no unit.
 
-The summary keeps half of a name, 8 of its 16 bytes. Two blocks share that half by chance once in
-10^8 years, and the only harm is a wrong guess.
+The summary keeps half of a name, 8 of its 16 bytes. If two blocks share that half by chance, the
+only harm is a wrong guess.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CacheSummary:
 
     epoch: str
     num_blocks: int
-    """Largest size that its pools have had, blocks: a limit for the number of names."""
+    """Largest number of blocks that the unit's pools have had: a limit for the number of names."""
     keys: dict[int, None] = field(default_factory=dict)
     """Halved names in the order in which they were reported; the earliest are forgotten first."""
 
@@ -70,9 +70,7 @@ class FrontCache:
         return len(held.keys) if held is not None else 0
 
     def prefixes(self, chain: bytes, units: Iterable[str]) -> dict[str, int]:
-        """Return unit -> tokens of the longest prefix of the chain's text that it has cached,
-        without units that have none.
-        """
+        """Return unit -> tokens of the longest cached prefix of the chain's text, if it has one."""
         keys = _keys(chain)
         if not keys:
             return {}

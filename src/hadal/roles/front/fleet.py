@@ -1,8 +1,8 @@
 """The front's part of a growing and shrinking fleet: drains of units, and reports of the demand.
 
-A draining unit gets no new request. Its running requests may stay until its deadline. Prompts in
-prefill still go to a draining decode unit if no other one has their weights. The front retries the
-rest elsewhere. The fleet decides which units drain; a repeated message changes nothing.
+A draining unit gets no new request. Its running requests may stay until its deadline; then
+the front retries them elsewhere. Prompts in prefill still go to a draining decode unit if no other
+one has their weights. The fleet decides which units drain; a repeated message changes nothing.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     Decode is sent: enter -> an attempt id | Tokens: take ... take | it ends or is released: leave
 
-A message may have several tokens of an attempt. Its rows are counted as if each came alone.
+A message may have several tokens of an attempt. Each row counts as if it were a message of its own.
 
 An attempt id contains the attempt's row. No id is used twice, not even by another front, so a late
 message about an attempt that has left finds no row. While an attempt runs, its growing counts are
@@ -44,7 +44,7 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Result of one Tokens message. Other rows are repeats, or last tokens of attempts that have left."""
+    """Result of a Tokens message. Rows in no field are repeats or last tokens of ended attempts."""
 
     good: Ints
     """Rows of the message with the next token of their attempt, in order; they are counted."""
@@ -196,7 +196,7 @@ class Running:
         counted = rows[good]
         np.add.at(self._num_output, counted, 1)
         self._moved_s[counted] = now_s
-        # A block is reserved one token before its first: the next token must have room.
+        # A block is reserved one token early, so that the next token always fits.
         full = (self._num_prompt[counted] + indices[good] + 1) % BLOCK_TOKENS == 0
         np.add.at(self._num_blocks, counted[full], 1)
         gaps: list[Record] = []

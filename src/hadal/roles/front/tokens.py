@@ -38,7 +38,7 @@ class Came:
 
 
 class FrontTokens:
-    """Token counts and deliveries. `epoch` is this front's; attempt ids of another are unknown."""
+    """Token counts and deliveries. `epoch` is this front's; another front's attempt ids are unknown."""
 
     def __init__(
         self,
@@ -126,9 +126,7 @@ class FrontTokens:
 def by_request(
     rows: Iterable[tuple[Record, tuple[Token, ...]]],
 ) -> Iterator[tuple[Record, tuple[Token, ...]]]:
-    """Yield each request's tokens together, in order: a step is one delivery to its reader, with
-    any number of tokens.
-    """
+    """Yield each request's tokens together, in order, for one Deliver per request and step."""
     together: dict[str, tuple[Record, list[Token]]] = {}
     for record, tokens in rows:
         together.setdefault(record.request_id, (record, []))[1].extend(tokens)

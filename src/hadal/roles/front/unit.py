@@ -23,7 +23,7 @@ class Unit:
     are lost and return.
     """
     num_blocks_request: int
-    """Maximum number of blocks that one request can hold there; 0 while no rank lives."""
+    """Maximum number of blocks that one request can have on the unit; 0 while no rank lives."""
     num_requests_max: int
     seen_s: float
     fingerprint: str = ""
@@ -42,14 +42,14 @@ class Unit:
     load: UnitReport | None = None
     prefill_view: PrefillUnitView | None = None
     decode_view: DecodeUnitView | None = None
-    """View that policies saw last, as in `prefill_view`; None after a change."""
+    """Cached view for policies; None after a change."""
     drain_number: int = 0
     drain_by_s: float | None = None
     """Deadline of the drain, until which its requests may stay (roles/front/fleet); None if it does
     not drain.
     """
     orphan_s: float | None = None
-    """Time since which its ranks wait for a new leader with their requests; None: they have one."""
+    """Time at which the unit lost its leader, while its ranks keep requests; None: it has one."""
 
     @property
     def num_ranks(self) -> int:
@@ -89,7 +89,7 @@ def decode_view(unit: Unit) -> DecodeUnitView:
 
 
 def num_slots_beside(unit: Unit, num_others: int) -> int:
-    """Return the number of slots of a decode unit beside `num_others` other requests."""
+    """Return how many slots of a decode unit batch requests may fill beside `num_others` others."""
     load, num_slots = unit.load, unit.num_requests_max
     if load is None:
         return num_slots

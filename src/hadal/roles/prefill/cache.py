@@ -7,8 +7,8 @@
     take: copy blocks that decode filled -> taken: named
 
 Other prompts find a block as soon as it is complete. It goes to disk only when its prompt's first
-token has shown that its content is sound, for a write to disk cannot be undone. A void token
-removes all names of its rank.
+token has shown that its content is sound, because a write to disk cannot be undone. A failed draw
+(void token) removes the names of all blocks on its rank.
 
 Independent of steps and of the choice of ranks. policy/cached_prefix decides what is cheaper to
 compute than to read.
@@ -75,8 +75,8 @@ class PrefixFinder:
         read_rates: ReadRates | None,
         queued_s: Mapping[int, float],
     ) -> None:
-        """`rates`, `read_rates`: of steps and of reads; None if unknown. `queued_s`: rank ->
-        seconds of its reads.
+        """`rates`, `read_rates`: measured rates of steps and of disk reads; None if unknown.
+        `queued_s`: rank -> predicted seconds of its reads under way.
         """
         self._pools = pools
         self._index = index
@@ -182,7 +182,7 @@ class PrefillCache:
         )
 
     def start(self, now_s: float, starts: Sequence[Start]) -> None:
-        """Take all blocks of starting prompts. Found blocks are acquired first, so that none is
+        """Allocate all blocks of starting prompts. Found blocks are acquired first, so that none is
         evicted for a new one.
         """
         for prompt, rank, prefix in starts:
@@ -220,7 +220,7 @@ class PrefillCache:
                 )
 
     def _say_used(self, names: bytes) -> None:
-        """Report blocks as used to the keeper of the disk cache."""
+        """Report blocks as used to the disk store, which evicts by use."""
         locations = self._index.found(names)
         if locations:
             self._out.append(UsedBlocks(locations))

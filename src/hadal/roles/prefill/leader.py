@@ -79,7 +79,7 @@ class PrefillLeader:
         index: BlockIndex | None = None,
     ) -> None:
         """`pool_name`: the pool of a unit that is one process, new at every start; ranks have their
-        own. `fingerprint`: of its KV (UnitUp). `index`: blocks known to be on disk; None: none yet.
+        own. `fingerprint`: KV fingerprint (UnitUp). `index`: blocks known to be on disk; None: none yet.
         """
         units, cache = deployment.prefill, deployment.cache
         self._out: list[Effect] = []
@@ -105,7 +105,7 @@ class PrefillLeader:
             num_moe_layers=num_moe_layers(config),
         )
         self._identity = UnitIdentity(unit, PREFILL, epoch, fingerprint)
-        # A single rank delays no other: a token budget fills its steps as well, and plans faster.
+        # A single rank needs no balance: a token budget fills its steps as well, and plans faster.
         self._rules = PackRules(
             deployment.chunk_tokens,
             units.max_requests,

@@ -78,7 +78,7 @@ class PrefillAttempt:
 
     @property
     def num_scores(self) -> int:
-        """Same value as in Chunk. -1 for a retry with output: the first token came with the scores."""
+        """Chunk.num_scores; -1 (none) for a retry with output, as the scores were sent before."""
         generation = self.generation
         return -1 if generation.output else generation.sampling.num_prompt_logprobs
 
@@ -92,7 +92,7 @@ class PrefillAttempt:
 
     @property
     def turn(self) -> tuple[float, int]:
-        """Sort key in the queue."""
+        """Sort key in the queue: (time of its turn, number)."""
         return turn_s(self.generation.arrived_s, self.generation.priority), self.number
 
     @property
@@ -186,7 +186,7 @@ class PackRules:
     is_by_cost: bool = True
     """True: the same time on every rank. False: a token budget per rank."""
     is_in_turn: bool = False
-    """Prompts start on ranks in turn (with token budgets)."""
+    """True: prompts start on the ranks in turn, if there is a token budget per rank."""
 
 
 def _found_nowhere(prompt: PrefillAttempt) -> Found:

@@ -18,9 +18,8 @@ class PrefillQueue:
     """Queue of prompts, iterated by priority and arrival; `in_turns` adds the turns of tenants."""
 
     def __init__(self, num_max: int, burst_tokens: float) -> None:
-        """`num_max`: maximum number of queued prompts, in addition to the prompts that the unit could start
-        if it were empty.
-        `burst_tokens`: see ServiceCounters.
+        """`num_max`: maximum number of queued prompts beyond the number that an empty unit could
+        start. `burst_tokens`: see ServiceCounters.
         """
         self.num_arrived = 0
         """Prompts added since the start: the number of the next one."""

@@ -22,7 +22,7 @@ LATE = 2.0
 KNOWN_S = 30.0
 """Seconds for which measured rates are used: after that, a slow disk is tried again."""
 _FADE = 0.9
-"""Weight of earlier measurements at each new one."""
+"""Factor on the weight of earlier reads at each new read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class DiskRead:
     rank: int
     names: bytes
     first: int
-    """Number of the first block, `names[0]`, in its text."""
+    """Index in the prompt of the first block that is read."""
     chain: bytes
     into: tuple[int, ...]
     began_s: float
@@ -61,7 +61,7 @@ class ReadMeter:
         """Sums of the weights w, and of w n, w n^2, w t and w n t, for reads of n blocks in t seconds."""
 
     def observe(self, now_s: float, num_blocks: int, elapsed_s: float) -> None:
-        """Add a read of `num_blocks`; `elapsed_s` is without the reads before it."""
+        """Add a read of `num_blocks`. `elapsed_s`: its seconds, without those of earlier reads."""
         n, t = num_blocks, elapsed_s
         self._sums = tuple(  # type: ignore[assignment]
             _FADE * old + new
@@ -141,9 +141,7 @@ class DiskReads:
         prompt.is_loading = False
 
     def give_up(self, now_s: float, load: DiskRead) -> PrefillAttempt:
-        """End the wait for an overdue read and return its prompt. The read counts as having taken
-        until now.
-        """
+        """End the wait for an overdue read, count its time so far, and return its prompt."""
         prompt = load.prompt
         assert prompt is not None
         self.abandon(prompt)
