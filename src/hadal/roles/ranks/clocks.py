@@ -23,7 +23,7 @@ from hadal.core.plans import TraceEvent
 from hadal.roles.unit.tracing import REQUESTS_MAX, STEPS_MAX
 
 DRIFT = 1e-4
-"""Seconds per second by which two hosts' clocks may drift apart: a crystal is good to 50 ppm."""
+"""Seconds per second by which two hosts' clocks may drift apart: 50 ppm for each crystal."""
 
 
 @dataclass(frozen=True, slots=True)

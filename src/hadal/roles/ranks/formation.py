@@ -18,7 +18,7 @@ class Formation:
         self.number = number
         self.members = dict(members)
         self.failed_s: float | None = None
-        """The time when the first member failed to form it."""
+        """Time at which the first member failed to form it; None: none failed."""
         self._answers: dict[int, Formed] = {}
         self._lost_by: dict[int, set[int]] = {}
         """Rank -> members that lost their connection to it, in the order of the first reports."""

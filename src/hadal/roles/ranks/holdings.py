@@ -1,5 +1,5 @@
-"""KV in a rank's pool, derived from the plans that the rank receives. A new leader (scheduler)
-takes over with it.
+"""KV in a rank's pool, derived from the plans that the rank receives, so that a new leader
+(scheduler) can take it over.
 
     join   the attempt's KV is in these blocks    grown  and in this one    step  more positions of all joined attempts
     leave  the KV stays                           freed  the KV is gone     name  a block can be found, owned or not
@@ -148,7 +148,7 @@ class RankHoldings:
 
     def _leave(self, slot: int) -> None:
         attempt_id = self._slot_to_attempt_id.get(slot)
-        if attempt_id is not None:  # To leave an empty slot does nothing.
+        if attempt_id is not None:  # Leaving an empty slot does nothing.
             kv = self._attempt_id_to_kv[attempt_id]
             kv.num_tokens, kv.joined_at = self._num_tokens(kv), None
             del self._slot_to_attempt_id[slot]

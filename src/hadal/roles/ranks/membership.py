@@ -158,9 +158,7 @@ class UnitMembership:
 
     # ---- events ----
     def rank_up(self, now_s: float, message: RankUp, held: Held | None = None) -> None:
-        """Take in a rank's process that is ready. `held`: contents of its pool from an earlier
-        leader.
-        """
+        """Handle a ready process of a rank. `held`: its pool's contents from an earlier leader."""
         if not self._processes.has(message.unit, message.rank):
             self.num_stale += 1
             return
@@ -177,11 +175,11 @@ class UnitMembership:
             self._form_if_ready(now_s)
 
     def rank_held(self, now_s: float, message: RankHeld) -> None:
-        """Take in a rank of an earlier leader: its identity, and what it holds."""
+        """Handle a rank of an earlier leader, with its identity and its pool's contents."""
         up, plan = message.up, message.plan
         is_new = self._processes.is_new(up)
         if is_new and plan.formation > self._held_formation:
-            self._held_formation = plan.formation  # Before a formation forms with it.
+            self._held_formation = plan.formation  # Before `rank_up`, which may form.
             self._take_placement(plan)
         self.rank_up(now_s, up, message.held if is_new else None)
 
@@ -231,7 +229,7 @@ class UnitMembership:
         return index if self._processes.ended(now_s, index) and index in self.members else None
 
     def heartbeat(self, now_s: float, message: RankHeartbeat) -> None:
-        """Take in a rank's heartbeat, with its progress and its lost peers."""
+        """Handle a rank's heartbeat, with its progress and its lost peers."""
         if not self._processes.heartbeat(now_s, message):
             self.num_stale += 1
         elif message.formation == self.formation and message.lost:
@@ -274,7 +272,7 @@ class UnitMembership:
         self._believe_observers(now_s)
 
     def sighted(self, now_s: float, message: Sighting) -> None:
-        """Take in what a rank's host observed of its process."""
+        """Note what a rank's host observed of its process."""
         self._processes.sighted(now_s, message)
 
     def tick(self, now_s: float, is_stepping: bool) -> None:

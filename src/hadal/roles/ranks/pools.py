@@ -53,7 +53,7 @@ class RankPools:
         """Ranks with changes since the last `_settle`."""
         self._num_used_R = np.zeros(num_ranks, np.int64)
         self._num_used = 0
-        """Sum of `_num_used_R`; like it, as of the last `_settle`."""
+        """Sum of `_num_used_R`. `_settle` updates both."""
         self._allocators = [self._allocator(rank) for rank in range(num_ranks)]
         self._freed: dict[int, list[int]] = {}
         self.num_evicted = 0
@@ -161,8 +161,8 @@ class RankPools:
         self._found.change(rank, added, dropped)
 
     def prefixes(self, chain: bytes) -> dict[int, int]:
-        """Return rank -> blocks of the longest prefix of the chain that it had at the last
-        `take_freed`. Ranks without any are left out.
+        """Return rank -> blocks of the chain's longest prefix in its pool, at the last `_settle`.
+        Ranks without one are left out.
         """
         return self._found.prefixes(chain)
 
@@ -200,7 +200,7 @@ class RankPools:
             self._allocators[rank].forget_names()
             num_evicted = self.num_evicted
             self._take_changes(rank)
-            self.num_evicted = num_evicted  # Lost is not evicted.
+            self.num_evicted = num_evicted  # A lost rank's blocks were not evicted.
             self._allocators[rank] = self._allocator(rank)
             self._freed.pop(rank, None)
             self._num_used_R[rank] = 0
@@ -284,7 +284,7 @@ class FoundNames:
                 self._changed[name] = None
 
     def prefixes(self, chain: bytes) -> dict[int, int]:
-        """Return rank -> blocks of the longest prefix of the chain that it has. Ranks without any
+        """Return rank -> blocks of the chain's longest prefix that the rank has. Ranks without one
         are left out. Each name costs one look-up, regardless of the number of ranks.
         """
         found: dict[int, int] = {}

@@ -23,7 +23,7 @@ from hadal.roles.ranks.states import RankState, next_rank_state
 from hadal.roles.suspects import Suspects
 
 SILENT_S = 2.4 * RANK_HEARTBEAT_S
-"""Silence of two missing heartbeats: too short to give a rank up, enough to accept other ranks'
+"""Seconds of silence after two missing heartbeats: too short to give a rank up, enough to accept other ranks'
 reports that it is lost.
 """
 KILL_AGAIN_S = 2.0
@@ -115,7 +115,7 @@ class RankProcesses:
         return [index for index, rank in enumerate(self._ranks) if rank.is_living]
 
     def has(self, unit: str, rank: int) -> bool:
-        """Return whether this is the name of one of the ranks."""
+        """Return whether this unit and rank are one of these ranks."""
         return unit == self.unit and 0 <= rank < len(self._ranks)
 
     def rank_named(self, name: str) -> int | None:
@@ -289,7 +289,7 @@ class RankProcesses:
         self._sends.append(Send(SUPERVISOR, UnitDown(self.name(index), reason)))
 
     def _end_again(self, now_s: float, index: int) -> None:
-        """Kill a process given up long ago that still sends; otherwise its rank would never return."""
+        """Kill a process that sends long after its end; otherwise its rank would never return."""
         rank = self._ranks[index]
         is_long_ago = now_s - max(rank.ended_s, rank.killed_s) > max(
             KILL_AGAIN_S, self._rank_timeout_s

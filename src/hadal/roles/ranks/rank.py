@@ -67,8 +67,8 @@ from hadal.roles.ranks.holdings import RankHoldings
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Progress of the rank's compute thread. The host feeds it before every Tick, before a step's
-    result, and whenever `lost` changed.
+    """Progress of the rank's compute thread. The host passes it on before every Tick and every
+    result of a step, and whenever `lost` changed.
     """
 
     num_ops: int
@@ -86,7 +86,7 @@ class RankRole:
         self.formation = 0
         """Number of the newest FormPlan accepted; 0: none yet."""
         self.num_stale = 0
-        """Messages and results of older formations, dropped."""
+        """Number of dropped messages and results, mostly of older formations."""
         self._up = up
         self._is_formed = False
         self._progress = RankProgress(0, False)
@@ -109,7 +109,7 @@ class RankRole:
         return [*self._out]
 
     def handle(self, now_s: float, event: Event | RankProgress) -> list[Effect]:
-        """Take in one event and return what to do, in order."""
+        """Process one event, and return the effects in order."""
         self._out.clear()
         match event:
             case RankForm(plan):

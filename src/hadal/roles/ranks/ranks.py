@@ -7,9 +7,9 @@ the membership of the ranks.
 
 The inner leader receives one result per step, once every member did its part. If a step failed
 because a peer was lost, it receives no result; the RankReset that follows makes it plan that step
-again. If a step failed for another reason, it receives the failure and gives the step's requests
-back. The unit then forms anew too, because peers may wait in the middle of that step. The inner
-leader treats all ranks as dead until the first reset, and does not announce the unit before.
+again. If a step failed for another reason, it receives the failure and returns the step's requests
+to the front. The unit then forms anew too, because peers may wait in the middle of that step. The inner
+leader treats all ranks as dead until the first RankReset, and announces the unit only then.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class InnerLeader(Protocol):
 
 
 class PoolRequests:
-    """Pool operations that an inner leader requested of its ranks, with their outcomes outstanding.
-    `members`: rank -> epoch, as the inner leader knows them: maybe still of the last formation.
+    """Pool operations that an inner leader requested of its ranks and that have no outcome yet.
+    `members`: rank -> epoch in the formation of the inner leader's last RankReset.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class RankedLeader:
         )
         self._growing_s = growing_s
         self.num_stale = 0
-        """Messages of older formations and processes, dropped."""
+        """Number of dropped messages of older formations and processes."""
         self._unit = unit
         self._steps = RanksSteps(num_slots, step_timeout_s)
         self._requests = PoolRequests()
@@ -178,7 +178,7 @@ class RankedLeader:
         return [*self._out]
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
-        """Take in one event and return what to do, in order."""
+        """Process one event, and return the effects in order."""
         self._out.clear()
         if missed_s := self._absence.called(now_s):
             self.membership.forgive(missed_s)
@@ -371,7 +371,7 @@ class RankedLeader:
         elif membership.phase is UnitPhase.WAITING and self._requests.members:
             self._reset_leader(
                 now_s
-            )  # No rank is left. Their blocks are released now, not only when they are replaced.
+            )  # No rank is left: release all blocks now, before any replacement comes.
 
     def _reset_leader(self, now_s: float) -> None:
         now = dict(self.membership.members)

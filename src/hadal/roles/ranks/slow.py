@@ -21,8 +21,8 @@ from hadal.policy.slow_hosts import SlowHost, Stretch, slow_host
 
 STRETCH_S = 2.0
 NUM_STRETCHES = 3
-"""Stretches that are judged together, after each stretch. A pause within `rank_timeout_s`, or the
-first steps of a host that has just joined, are too small a part of them to count.
+"""Number of stretches, of STRETCH_S seconds each, that are judged together. A pause within
+`rank_timeout_s`, or the first steps of a new host, are too small a part of them to matter.
 """
 EVEN = 1.5
 """Largest ratio of two hosts' rows at which their work counts as equal."""

@@ -76,7 +76,7 @@ class UnitLifecycle:
         self._since_s = 0.0
         """Time at which the phase began."""
         self._whole_until_s: float | None = None
-        """Time at which the last intact formation ended or the first began; None while one runs."""
+        """Time since which no intact formation has run; None while one runs or before the first."""
 
     @property
     def is_running(self) -> bool:

@@ -41,7 +41,7 @@ class RanksStep:
 
     step_id: int
     offsets: tuple[int, ...]
-    """Rank -> number added to its keys to make them the inner leader's."""
+    """Numbers added to each rank's keys to make them the inner leader's, by rank."""
     sent_s: float
     parts: dict[int, StepDone] = field(default_factory=dict)
 
@@ -132,8 +132,8 @@ class RanksSteps:
 
 
 def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) -> StepDone:
-    """Merge the ranks' parts into one result. `offsets` (by rank) are added to keys, rows follow in
-    rank order, and times are those of the slowest rank.
+    """Merge the ranks' parts into one result. `offsets` (by rank) are added to keys; rows follow in
+    rank order. Times are those of the slowest rank, and of the fastest for exchanges.
     """
     keys: list[int] = []
     tokens: list[int] = []

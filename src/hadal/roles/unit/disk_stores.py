@@ -35,9 +35,9 @@ WRITING_SHARE = 8
 that hangs holds no more.
 """
 WAITING_BLOCKS = 4096
-"""Maximum number of waiting blocks of a rank, if they are not held."""
+"""Maximum number of waiting blocks of a rank, if they have no owner (`holds` False)."""
 HELD_BLOCKS = 256
-"""Maximum number of waiting blocks of a rank, if they are held: enough for a disk that pauses for 1 or 2 s."""
+"""Maximum number of waiting blocks of a rank with `holds`: enough for a disk pause of 1 or 2 s."""
 
 
 @dataclass(frozen=True, slots=True)

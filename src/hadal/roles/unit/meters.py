@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 _FALLS, _RISES = 0.03, 0.0003
-"""Shares by which one step lowers or raises the estimated step time of a single request, at most.
-By their ratio, 1 step in 100 is quicker than the estimate. Steps of costlier requests, or delayed
+"""Largest fractions by which one step lowers or raises the estimated step time of a single request.
+Their ratio makes the estimate the time that about 1 step in 100 undercuts. Steps of costlier requests, or delayed
 by other work on the host, hardly count.
 """
 _LINE_VARIANCE = 2.0
@@ -43,7 +43,7 @@ class LineMeter:
     """
 
     def __init__(self, memory: float = 256.0) -> None:
-        """`memory`: number of steps after which an observation has faded."""
+        """`memory`: number of steps in which an observation's weight falls to 1/e."""
         self._keeps = 1.0 - 1.0 / memory
         self._weight = self._mean_x = self._mean_y = self._var_x = self._cov = 0.0
         self._alone_s = 0.0

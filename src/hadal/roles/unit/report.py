@@ -29,7 +29,7 @@ class UnitIdentity:
     role: str
     epoch: str
     fingerprint: str = ""
-    """Fingerprint of its KV (UnitUp)."""
+    """KV fingerprint of the unit (UnitUp)."""
 
 
 class ReportBuilder:
@@ -61,7 +61,7 @@ class ReportBuilder:
 
     # ---- figures ----
     def stepped(self, done: StepDone) -> None:
-        """Note that a step ended, well or not."""
+        """Note that a step ended, with or without an error."""
         self._steps.done(done.elapsed_s)
         self.copied(done.link_bytes)
 
@@ -78,8 +78,8 @@ class ReportBuilder:
         self._balance.reset()
 
     def measured(self, token_s: float, pair_s: float, *, step_s: float) -> None:
-        """Note the measured seconds of a token, of a pair (prefill), and of a pass without requests
-        (decode); 0 if there is none.
+        """Note measured seconds; 0 if unknown. Prefill: of a token and of a pair. Decode: of each
+        request in a pass (`token_s`), and of a pass without requests (`step_s`).
         """
         self._rates_s, self._pass_s = (token_s, pair_s), step_s
 
@@ -92,7 +92,7 @@ class ReportBuilder:
         self._num_drafts = num_drafts
 
     def drafted(self, num_tried: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Note how many drafts were compared and how many were right, by place."""
+        """Note how many drafts were compared and how many were right, by place in the draft."""
         self._drafts_tried, self._drafts_accepted = num_tried, num_accepted
 
     # ---- reports ----

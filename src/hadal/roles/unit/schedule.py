@@ -120,7 +120,7 @@ class StepScheduler:
 
     @property
     def rates(self) -> StepRates:
-        """Rates by which the unit's work takes time, from the steps so far; computed only now and then."""
+        """Rates of the unit's step times, from its steps so far; refitted only now and then."""
         if self.costs.num_steps and (self._rates_at < 0 or self._is_old(self._rates_at)):
             found = self.costs.rates(*self._last)
             if found is not None and self._num_ranks == 1:  # All tokens of its experts are its own.

@@ -30,8 +30,8 @@ def given_back(unit: str, key: Key, reason: str) -> Send:
 
 
 def has_other_weights(generation: Generation, fingerprint: str) -> bool:
-    """Return whether an attempt was sent to a unit with another KV fingerprint, such as an earlier
-    one of this name. False if either fingerprint is empty.
+    """Return whether an attempt was meant for another KV fingerprint, such as this unit's before a
+    rollout. False if either fingerprint is empty.
     """
     asked = generation.fingerprint
     return asked != fingerprint and bool(asked and fingerprint)

@@ -71,7 +71,7 @@ class Tracer:
         num_tokens: int,
         balance: dict[str, float] | None = None,
     ) -> None:
-        """Note a plan that is recorded. `balance`: of its ranks, by objective (core/balance)."""
+        """Note a recorded plan. `balance`: balance of its ranks by objective (core/balance)."""
         asked = next(asked for asked in self._asked if asked.num_planned < asked.num_steps)
         asked.num_planned += 1
         self._in_flight[step_id] = PlannedStep(
