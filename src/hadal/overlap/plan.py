@@ -42,8 +42,8 @@ layer.
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of a layer's ops, by stages. The constructor raises ValueError for a missing op, or one
-    before an op that it needs.
+    """Order of a layer's ops, by stages. The constructor raises ValueError for an op that is
+    missing, unknown, repeated or before one that it needs, and for an offset out of range.
     """
 
     name: str

@@ -31,7 +31,7 @@ def split_chunks(chunks: Sequence[tuple[int, int]], token_s: float, pair_s: floa
     """Return how many tokens of each (start, num_tokens) go into the first micro-batch.
 
     All chunks before one are wholly in the first, all after it wholly in the second. So at most one
-    prompt is cut, and reads its weights' rows and its KV twice. The halves differ by at most one
+    prompt is cut, and only its KV is read twice. The halves differ by at most one
     token's time.
     """
     token_s, pair_s = _rates(token_s, pair_s)
@@ -46,7 +46,7 @@ def split_chunks(chunks: Sequence[tuple[int, int]], token_s: float, pair_s: floa
             num_tokens if cost_s <= left_s else _prefix(start, num_tokens, token_s, pair_s, left_s)
         )
         taken.append(first)
-        # After a cut, a rounding rest must not flow into the next chunk.
+        # After a cut, a rounding remainder must not go to the next chunk.
         left_s = max(0.0, left_s - cost_s) if first == num_tokens else 0.0
     return taken
 

@@ -49,7 +49,7 @@ MAX_BINS = 16
 _GAIN = 0.2
 """Weight of a new step in its bin, once five are in the bin."""
 _OUTLIER = 3.0
-"""A longer time counts as this many times the bin's mean: the machine was busy with other work."""
+"""Largest ratio of a time to its bin's mean; a longer time is capped, as other work delayed it."""
 _AGE_STEPS = 2000.0
 """Steps after which an unused bin counts half."""
 _PRIOR = 0.003
@@ -213,7 +213,7 @@ class StepCosts:
         mean_s = self.num_moe_layers * (per_token + per_pair * num_pairs / num_tokens)
         if (
             token_s <= 0.0
-        ):  # Small steps: attention time is the same for any size, so only tokens are left to carry the cost.
+        ):  # In small steps attention time is constant: count the experts' time per token.
             token_s, mean_s = mean_s, 0.0
         if token_s <= 0.0:
             return None

@@ -137,7 +137,7 @@ def causal_pairs(new_tokens: float, cached_tokens: float) -> float:
 
 
 def low_latency_dispatch_bytes(model: ModelConfig) -> int:
-    """Return a message's bytes: header, FP8 channels, scales (7,408 in V3; DeepEP internode_ll.cu)."""
+    """Return a token's bytes: header, FP8 channels, scales (7,408 in V3; DeepEP internode_ll.cu)."""
     hidden = model.hidden_size
     return LOW_LATENCY_HEADER_BYTES + hidden * FP8_BYTES + hidden // SCALE_CHANNELS * FP32_BYTES
 

@@ -88,7 +88,7 @@ _tallies = sa.Table(
 
 
 class LedgerError(ConfigError):
-    """The database cannot be used as this ledger; the message says what to do."""
+    """Error for a database that cannot be used as this ledger; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def check_schema(connection: sa.Connection) -> None:
 
 
 def write_requests(connection: sa.Connection, facts: Iterable[RequestFact]) -> Written:
-    """Write facts, each once, even if it is given repeatedly."""
+    """Write each fact once, even if it is given repeatedly."""
     id_to_row: dict[str, dict[str, Any]] = {}
     num_same, refused = 0, []
     for fact in facts:
@@ -198,7 +198,7 @@ def write_tally(connection: sa.Connection, batch_id: str, tally: Tally) -> int:
 
 def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
     """Return the sums of generations completed in [from_us, to_us). Batches count with the quarter
-    hours that begin in it.
+    hours that begin in that window.
     """
     tally = Tally()
     of = _requests.c
@@ -312,8 +312,8 @@ def _quantiles(
 
 
 def read_spans(connection: sa.Connection, from_us: int, to_us: int) -> list[WorkSpan]:
-    """Return the time of generations on units, uncut, for generations that ended after `from_us`
-    and arrived before `to_us`.
+    """Return the times on units of generations that ended after `from_us` and arrived before
+    `to_us`. The times are not cut to that window.
     """
     of = _requests.c
     spans = []
@@ -349,7 +349,7 @@ def read_spans(connection: sa.Connection, from_us: int, to_us: int) -> list[Work
 
 
 def read_nodes(connection: sa.Connection, from_us: int, to_us: int) -> list[NodesFact]:
-    """Return the intervals that overlap [from_us, to_us), uncut."""
+    """Return the intervals that overlap [from_us, to_us), not cut to it."""
     rows = connection.execute(
         sa.select(_nodes)
         .where(_nodes.c.to_us > from_us, _nodes.c.from_us < to_us)

@@ -26,7 +26,7 @@ DAY_S = 86_400
 HOUR_S = 3_600
 PICO_PER_MICRO = 1_000_000
 H800_HOUR_MICRO_USD = 2_000_000
-"""Rent assumed by DeepSeek's overview of its inference system."""
+"""Rent of a GPU-hour, assumed by DeepSeek's overview of its inference system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class PriceList:
-    """Prices of one model, with the hours of the UTC day in which off-peak prices apply. Raises
-    ValueError when made.
+    """Prices of one model, with the hours of the UTC day in which off-peak prices apply. The
+    constructor raises ValueError for a negative price, or a time that is no quarter hour.
     """
 
     name: str

@@ -100,7 +100,7 @@ class Detail:
     """HTTP status -> generations that ended with it, rejected or failed."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return flat fields, null for quantiles without values."""
+        """Return flat fields; quantiles without values are None."""
         found: dict[str, Any] = {}
         for name, values, divisor in (
             ("ttft_ms", self.ttft_us, 1e3),
@@ -129,7 +129,7 @@ class Line:
     start_s: int | None = None
     """Begin of the hour in unix seconds; None: the row is not an hour."""
     detail: Detail | None = None
-    """None if there are sums only, as for a simulated day."""
+    """Quantiles and errors; None if there are sums only, as for a simulated day."""
     use: TenantUse | None = None
     """GPU time per tenant, if requested."""
 
@@ -171,9 +171,7 @@ class Line:
         return float(num_tokens * 1_000_000 / node_us) if node_us else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return flat fields, units last. Money is given twice: in whole micro-dollars, and in
-        dollars for reading.
-        """
+        """Return flat fields, named with their units; money in micro-dollars and in dollars."""
         counts = self.counts
         return {
             "nodes_mean": self.nodes.mean,
@@ -215,7 +213,7 @@ class Report:
     total: Line
     lines: tuple[Line, ...]
     utc_offset_s: int = 0
-    """UTC offset of the hours and times shown."""
+    """UTC offset of the hours and times shown, seconds."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the total's fields, the window, and a list "hours", "models" or "tenants"."""

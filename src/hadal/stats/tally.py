@@ -93,7 +93,7 @@ class Columns:
     """
 
     completed_us: Ints
-    """Completion time, unix microseconds. The other two times are too."""
+    """Completion time. All three times are unix microseconds."""
     first_token_us: Ints
     last_token_us: Ints
     tokens_hit: Ints
@@ -133,7 +133,7 @@ class Tally:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tally) and self.key_to_counts == other.key_to_counts
 
-    __hash__ = None  # type: ignore[assignment]  # It changes.
+    __hash__ = None  # type: ignore[assignment]  # Mutable.
 
     def add(self, fact: RequestFact) -> None:
         """Add one fact, under the time of its completion."""

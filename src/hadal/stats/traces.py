@@ -1,7 +1,7 @@
 """Published request traces, read row by row: Mooncake's JSON lines and Azure's CSV.
 
 The caller opens the files and passes lines of text. Missing facts are not invented: Azure's rows
-have no parts, so their requests share no prefixes. Does not depend on workloads and plans.
+have no parts, so their requests share no prefixes. Independent of workloads and plans.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TraceRow(NamedTuple):
 
 
 def mooncake_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
-    """Yield the rows of Mooncake's JSON lines (FAST'25 release). Raises ValueError naming the line
+    """Yield the rows of Mooncake's JSON lines (FAST'25 release). Raises ConfigError with the line
     and its mistake: a field, or fewer parts than its length needs.
     """
     for number, line in enumerate(lines, 1):

@@ -48,7 +48,7 @@ class TenantUse:
     idle_micro_usd: float = 0.0
 
     def as_json(self) -> dict[str, float]:
-        """Return flat fields, units last."""
+        """Return flat fields, named with their units."""
         return {
             "gpu_hours_used": self.used_rank_us / _HOUR_US,
             "gpu_hours_idle": self.idle_rank_us / _HOUR_US,
