@@ -1,3 +1,1 @@
-"""Schedules as values: the order of a layer's ops, with the exchanges that overlap with
-computation.
-"""
+"""Schedules as values: the order of a layer's ops and of the exchanges that overlap with them."""

@@ -35,9 +35,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     COMBINE_START: (EXPERTS,),
     COMBINE_FINISH: (COMBINE_START, SHARED),
 }
-"""Op -> the ops of the same layer and micro-batch that must run before it. `>combine` ends the
-layer.
-"""
+"""Op -> ops of the same layer and micro-batch that must run before it; `>combine` is the last."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ class Schedule:
     name: str
     stages: tuple[tuple[str, ...], ...]
     offset: int | None = None
-    """Stages by which the second micro-batch trails; None: it starts after the first finishes all
-    layers.
-    """
+    """Stages by which micro-batch 2 trails; None: it starts after micro-batch 1 ran all layers."""
     runs_on: bool = False
     """True if a layer's last stage and the next layer's first are one: the other micro-batch does
     not run between them.

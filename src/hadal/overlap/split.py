@@ -21,9 +21,7 @@ _LAST = np.iinfo(np.int64).max
 
 
 def num_pairs_of(start: int, num_tokens: int) -> int:
-    """Return the (token, position) pairs of causal attention: a token at position p attends to p +
-    1 positions.
-    """
+    """Return the (token, position) pairs of attention: the token at p attends to p + 1 positions."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 

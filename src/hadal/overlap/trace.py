@@ -214,9 +214,7 @@ def _by_nodes(both: ByNode) -> dict[str, int]:
 
 
 def _counters(step: TracedStep, zero_s: float) -> list[dict[str, Any]]:
-    """Return objectives as a step function over time. A step without events has no time to draw it
-    at.
-    """
+    """Return objectives as a step function over time; empty for a step without events."""
     if not step.events:
         return []
     pid = min(event.rank for event in step.events)
@@ -301,9 +299,7 @@ def timeline(
 
 
 def is_one_kernel(events: Iterable[TraceEvent], rank: int) -> bool:
-    """Return True if the rank ran its layers in one call, so that a picture of a layer would be
-    empty.
-    """
+    """Return whether the rank ran its layers in one call, so that no layer can be drawn."""
     mine = [event for event in events if event.rank == rank]
     return bool(mine) and not any(event.op in NEEDS or event.lane == LINK for event in mine)
 

@@ -57,8 +57,7 @@ _SHARES = (0.1, 0.9, 0.0)
 _SHARES_CORE = (0.1, 0.3, 0.6)
 """Assumed (fixed, per token, per pair) parts of an op's time where measurements cannot separate them."""
 _RECENT = 0.05
-"""Weight of a new step in the mean step size: about twenty steps count, so that one long prompt
-hardly shows.
+"""Weight of a new step in the mean step size: about 20 steps count, so a long prompt hardly shows.
 """
 _EXACT_LAYERS = 8
 _REFIT_STEPS = 8
@@ -109,9 +108,7 @@ class _Bin:
 
 
 class StepCosts:
-    """Cost estimator for one unit. Before the first step all costs are 0, and `choose` returns
-    sequential.
-    """
+    """Cost estimator of a unit. Until its first step, costs are 0 and `choose` returns sequential."""
 
     def __init__(self, num_layers: int, num_moe_layers: int) -> None:
         if not 0 <= num_moe_layers <= num_layers:
@@ -131,9 +128,7 @@ class StepCosts:
         return self._num_steps
 
     def observe(self, works: Sequence[MicroBatchWork], op_times: Sequence[OpTime]) -> None:
-        """Learn from a step of one or two micro-batches. Ops that are not in OPS, and empty steps,
-        are ignored.
-        """
+        """Learn from a step of 1 or 2 micro-batches. Ignores empty steps, and ops not in OPS."""
         num = len(works)
         # The model is linear, so the mean over a step's executions is the time of a micro-batch of
         # mean size.
@@ -303,9 +298,7 @@ def step_s(
 
 
 def _moe_s(schedule: Schedule, times: Sequence[OpSeconds], num_layers: int) -> float:
-    """Price the MoE layers from two short stacks: once the pipeline is full, every layer adds the
-    same time.
-    """
+    """Price the MoE layers from two short stacks: in a full pipeline every layer adds equal time."""
     if num_layers <= _EXACT_LAYERS:
         return price(schedule, times, num_layers).total_s
     short = price(schedule, times, _EXACT_LAYERS - 2).total_s

@@ -33,16 +33,12 @@ from hadal.overlap.plan import (
 from hadal.overlap.trace import COMPUTE, LINK, WAIT
 
 _STEADY_LAYERS = 8
-"""Layers after which the pipeline of two micro-batches is full: every two further layers add the
-same.
-"""
+"""Layers after which the pipeline of two micro-batches is full: each two more add the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpSeconds:
-    """Times of one micro-batch in one layer: compute ops in the lane, dispatch and combine on the
-    link.
-    """
+    """Times of a micro-batch in a layer: dispatch and combine on the link, others in compute."""
 
     attn_in: float
     attn_core: float
@@ -52,9 +48,7 @@ class OpSeconds:
     experts: float
     combine: float
     post: float = 0.0
-    """Compute-lane seconds of each start or finish of a communication (codec, copies, system
-    calls).
-    """
+    """Compute seconds of each start or finish of a communication (codec, copies, system calls)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +131,7 @@ def price_stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_laye
 def extended(
     schedule: Schedule, num_layers: int, of: Callable[[int], tuple[float, ...]]
 ) -> tuple[float, ...]:
-    """Return sums over `num_layers` layers, given `of(n)`, the sums over n: linear once the
-    pipeline is full.
-    """
+    """Return sums over many layers from `of(n)`, sums over n layers: linear in a full pipeline."""
     if num_layers <= _STEADY_LAYERS:
         return of(num_layers)
     if schedule is SEQUENTIAL:

@@ -130,9 +130,7 @@ def expanded_flops_per_pair(model: ModelConfig) -> int:
 
 
 def causal_pairs(new_tokens: float, cached_tokens: float) -> float:
-    """Return the (token, position) pairs of a prompt with its first `cached_tokens` in the cache; a
-    token sees itself.
-    """
+    """Return the (token, position) pairs of new tokens; each attends to itself and all before it."""
     return new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
 
 

@@ -30,7 +30,7 @@ def make_leader(
 ) -> PrefillLeader | DecodeLeader:
     """Return the state machine that decides for a unit.
 
-    `pool_name`: the pool of a unit that is one process; ranks have their own. `fingerprint`: KV
+    `pool_name`: KV pool of a unit that is one process (else each rank has its own). `fingerprint`: KV
     fingerprint (kv/names). `index`: blocks known to be on disk, for a prefill unit; None: no blocks
     yet.
     """

@@ -239,7 +239,7 @@ class Nodes:
         self.order(now_s, self.nodes[number])
 
     def release(self, number: int) -> None:
-        """Give a node back: dismiss its agent, and end its processes."""
+        """Release a node: dismiss its agent, and end its processes."""
         node = self.nodes[number]
         if node.news is not None:
             self._gone.add((number, node.news.boot))

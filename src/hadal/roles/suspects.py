@@ -20,9 +20,7 @@ _ASK_AGAIN_S = 0.1
 
 
 class Absence:
-    """Time during which the failure detector itself did not run; it is not counted as a process's
-    silence.
-    """
+    """Time during which the failure detector did not run; not counted as silence of processes."""
 
     def __init__(self, period_s: float) -> None:
         """`period_s`: longest interval between calls of the detector, seconds."""

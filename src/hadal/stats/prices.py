@@ -31,9 +31,7 @@ H800_HOUR_MICRO_USD = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Micro-dollars per million tokens: prompt tokens found in the cache, prompt tokens computed,
-    output tokens.
-    """
+    """Micro-dollars per million tokens: cached prompt tokens, computed ones, and output tokens."""
 
     hit: int
     miss: int

@@ -298,9 +298,7 @@ def _with_detail(line: Line, details: Details, utc_offset_s: int) -> Line:
 def _by_hour(
     tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int, utc_offset_s: int
 ) -> list[Line]:
-    """Return a line per hour of the window, including empty ones; the first and last hour are cut
-    to the window.
-    """
+    """Return a line per hour of the window, even if empty; the first and last are cut to it."""
     offset_us = utc_offset_s * 1_000_000
     hours = _sum(tally, lambda key: (key.bucket * BUCKET_US + offset_us) // _HOUR_US)
     # Each hour iterates over its own units only, not over those of a whole year.

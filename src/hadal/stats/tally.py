@@ -195,9 +195,7 @@ class Tally:
         return tally
 
     def priced(self, model_prices: ModelPrices) -> Tally:
-        """Return a copy with everything charged by these prices. Exact, because price tiers begin
-        on quarter hours.
-        """
+        """Return a copy charged by these prices; exact, as price tiers begin on quarter hours."""
         tally = Tally()
         for key, counts in self.key_to_counts.items():
             tally.add_counts(key, counts)

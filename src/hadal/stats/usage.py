@@ -108,9 +108,7 @@ def _with_idle(
 
 
 def _shares(spans: Sequence[WorkSpan], first_us: int, last_us: int) -> dict[str, float]:
-    """Return tenant -> microseconds of a unit between two times. Their sum is the time covered by
-    any span.
-    """
+    """Return tenant -> microseconds of a unit; their sum is the time covered by any span."""
     spans = [span for span in spans if span.from_us < last_us and span.to_us > first_us]
     if not spans:
         return {}

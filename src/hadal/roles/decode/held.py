@@ -3,7 +3,7 @@
     RankReset: held --> UnitUp names the attempts ... Resume: some go on from the last token
     delivered, the rest is freed
 
-All of it is freed if the front has not resumed it after HELD_S. Independent of slots.
+KV that is not resumed within HELD_S seconds is freed. Independent of slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DecodeHeld:
     def __init__(self, pools: RankPools) -> None:
         self._pools = pools
         self._by_rank: dict[int, dict[int, HeldKv]] = {}
-        """Rank -> attempt id -> its KV there. A moving attempt may lie on two ranks."""
+        """Rank -> attempt id -> its KV on that rank. A moving attempt may lie on two ranks."""
         self._until_s = math.inf
 
     @property

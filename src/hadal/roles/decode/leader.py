@@ -69,9 +69,7 @@ class _BegunStep:
     """True for slots that the plan computes, [slots]."""
     num_passes: int
     num_checked: Ints
-    """Maximum number of drafts (speculative tokens) that the plan checks per slot, over all its passes,
-    [slots].
-    """
+    """Maximum number of drafts (speculative tokens) checked per slot in all passes, [slots]."""
     num_requests: int
     """Computed requests on the rank with the most."""
     num_drafts: tuple[int, int]
@@ -246,9 +244,7 @@ class DecodeLeader:
             self.slots.release_held()
 
     def _reset(self, now_s: float, event: RankReset) -> None:
-        """Handle a new formation: plans in flight are void, and requests of lost ranks return to
-        the front.
-        """
+        """Handle a new formation: void the plans in flight, and return requests of lost ranks."""
         num_void: Ints = np.zeros(self.table.num_slots, np.int64)
         for step in self._in_flight:
             num_void += step.computed * step.num_passes
@@ -375,9 +371,7 @@ class DecodeLeader:
         return ahead, num_drawn
 
     def _fail(self, error: str) -> None:
-        """Handle a failed step: the KV of its requests, and the state of its joins and leaves, are
-        unknown.
-        """
+        """Handle a failed step: the KV of its requests, and its joins and leaves, are unknown."""
         computed = self.table.slots_in(SlotState.ACTIVE, SlotState.CLOSING).tolist()
         for slot in (*computed, *self.slots.moving.in_flight()):
             self._give_up(slot, error)

@@ -117,7 +117,7 @@ class DecodeMoving:
         )
 
     def _num_written(self, slots: Ints | int) -> Ints:
-        """Return the positions that these slots' requests may need at once at their targets."""
+        """Return the positions to reserve at the targets of these slots' requests."""
         written: Ints = self._table.length[slots] + self._table.num_unsure[slots]
         return written + self._num_more
 
@@ -215,7 +215,7 @@ class DecodeMoving:
 
     # ---- ends of moves ----
     def abandon(self, source: int) -> None:
-        """End the move of a request that ends at its source or leaves from there, if it moves."""
+        """End the move, if any, of a request that ends or is released at its source."""
         trip = self._trips.pop(source, None)
         if trip is not None:
             self._let_target_go(trip)
@@ -232,9 +232,7 @@ class DecodeMoving:
                 self._go_on(trip)
 
     def roll_back(self) -> None:
-        """Call off moves without a copy, since the plans in flight are void. Copies continue:
-        living ranks keep their KV.
-        """
+        """Call off moves without a copy, as the plans in flight are void. Running copies continue."""
         for trip in list(self._trips.values()):
             if trip.lease is None:
                 self._let_target_go(trip)

@@ -58,9 +58,7 @@ class PassTimes:
         return passes_of(growth * self._mean.step_ms / 1e3)
 
     def terms(self, kv_s: float, request_s: float) -> MoveTerms:
-        """Return when a move pays. `kv_s`, `request_s`: seconds of a pass for a mean rank's KV and
-        requests.
-        """
+        """Return when a move pays, by the seconds of a pass for a mean rank's KV and requests."""
         return terms_of(kv_s, request_s, self.mean_s, self.known_terms)
 
     def choose_resting(self, table: DecodeTable, per_rank: int, step_id: int) -> None:

@@ -105,9 +105,7 @@ class DecodeSlots:
         return placed
 
     def resume(self, generation: Generation) -> bool:
-        """Resume an attempt with KV that a rank holds from an earlier leader. Return False if KV or
-        a free slot is missing.
-        """
+        """Resume an attempt with KV that a rank holds; return False without that KV or a free slot."""
         key = (generation.request_id, generation.attempt)
         found = (
             None
@@ -141,7 +139,7 @@ class DecodeSlots:
         self._held.expire(now_s)
 
     def release_held(self) -> None:
-        """Free held KV: the front resumes no more of it."""
+        """Free held KV, because the front resumes no more requests."""
         self._held.release()
 
     def num_free_slots(self, rank: int) -> int:
@@ -265,9 +263,7 @@ class DecodeSlots:
         self._held.lose(rank)
 
     def roll_back(self, num_void: Ints) -> None:
-        """Undo the plans in flight: surviving requests join again, and slots that only waited to
-        leave are freed.
-        """
+        """Undo the plans in flight: surviving requests join again, and closing slots are freed."""
         self.moving.roll_back()
         self.table.roll_back(num_void)
         for slot in self.table.slots_in(SlotState.CLOSING).tolist():

@@ -51,8 +51,7 @@ class SlotState:
     ACTIVE = 3
     CLOSING = 4
     MOVING = 5
-    """Holds the request and its KV, and is not computed any more: a copy to another rank runs or
-    will start.
+    """Holds a request and its KV without computing it: a copy to another rank runs or will start.
     """
     RESERVED = 6
     """Holds blocks for a request that is MOVING; nothing is written there yet."""

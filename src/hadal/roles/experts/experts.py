@@ -79,9 +79,7 @@ class ExpertBalancer:
         self.installer.began(formation, placement, addresses)
 
     def ended(self) -> None:
-        """End the formation. Its ranks have dropped staged weights, and no step in flight will
-        finish.
-        """
+        """End the formation: its ranks dropped staged weights, and no step in flight will finish."""
         self.installer.ended()
         self.counts.ended()
 

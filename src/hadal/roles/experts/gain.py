@@ -76,17 +76,13 @@ class ExpertTerms:
     target: float = 0.98
     """Balancedness at which an incremental plan stops searching for moves."""
     background_share: float = 0.1
-    """Fraction by which staging slows concurrent steps: it may use a tenth of a core
-    (runtime/worker).
-    """
+    """Fraction by which staging slows concurrent steps: it may use 0.1 cores (runtime/worker)."""
     replica_s: float = 0.003
     """Assumed seconds to stage a replica, until one is measured. A V3 expert in FP8 has 44 MB: 2 ms
     through a NIC of 25 GB/s.
     """
     pause_s: float = 0.002
-    """Assumed seconds of a flip, until one is measured. It sets pointers and a table of 256
-    experts.
-    """
+    """Assumed seconds of a flip, until measured: it sets pointers and a table of 256 experts."""
     stage_timeout_s: float = 60.0
     """Deadline of a staging, seconds: enough for three replicas of one rank (a tenth of 288 expert
     slots, over at least ten ranks) from the slowest disks.
@@ -178,9 +174,7 @@ def heaviest(
 
 
 def sure_gain(now_T: Floats, new_T: Floats, terms: ExpertTerms) -> float:
-    """Return the fraction by which the heaviest rank's load falls; 0 if that is too small or may be
-    chance.
-    """
+    """Return the fraction by which the heaviest rank's load falls; 0 if tiny or possibly chance."""
     total = float(now_T.sum())
     if len(now_T) < 2 or total <= 0.0:
         return 0.0

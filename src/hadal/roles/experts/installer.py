@@ -63,7 +63,7 @@ class ExpertInstaller:
         self.placement = placement
         """The placement in force on all ranks."""
         self.issued = placement
-        """The placement with the flip in flight, if there is one."""
+        """Placement in the last plans sent: with the flip in flight, if there is one."""
         self.fractions_LRS = fractions(placement)
         """Each expert slot's share of its expert's tokens, for the placement in force."""
         self.installing: Installation | None = None

@@ -24,9 +24,7 @@ GAUGE_FADE = 0.8
 
 
 class CountsWindow:
-    """Window of the last `num_intervals` intervals. An interval's weight halves every `half_life`
-    intervals.
-    """
+    """Window of `num_intervals` intervals. An interval's weight halves every `half_life` intervals."""
 
     def __init__(
         self, num_layers: int, num_experts: int, num_intervals: int, half_life: float

@@ -44,7 +44,7 @@ from hadal.roles.fleet.units import OWNS_NODES, FleetUnit, UnitMove, UnitState, 
 
 FRONT = "front"
 RESEND_S = 10.0
-"""Seconds after which a message to start, drain, keep or stop a unit is sent again."""
+"""Seconds after which a message to drain, keep or stop a unit without effect is sent again."""
 DRAIN_GRACE_S = 30.0
 """Seconds after a drain's deadline at which a unit is stopped; its requests are then retried."""
 BACKOFF_S = 5.0
@@ -323,9 +323,7 @@ class Fleet:
         self._out.append(effect)
 
     def _wake(self, now_s: float) -> None:
-        """Request a wake-up for the next review, or earlier while units change state or starts back
-        off.
-        """
+        """Request a wake-up at the next review; earlier if units change state or starts back off."""
         is_busy = bool(
             self.table.in_state(UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING)
         )
@@ -343,9 +341,7 @@ class Fleet:
 
     # ---- reports ----
     def check(self) -> list[str]:
-        """Return problems; empty when nodes add up and no unit works or drains against the wanted
-        numbers.
-        """
+        """Return problems; empty when nodes add up and units in each state fit the wanted numbers."""
         problems = []
         most, owned = self.rules.num_nodes_max, self.num_nodes
         if owned > most:

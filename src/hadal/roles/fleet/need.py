@@ -122,9 +122,7 @@ class FleetNeed:
         )
 
     def _capacity(self, role: str) -> float:
-        """Return tokens/s of one unit; infinity without any measurement, so that no demand exceeds
-        it.
-        """
+        """Return tokens/s of one unit; without measurement infinity, which no demand exceeds."""
         if self._role_to_tokens_per_s[role]:
             return self._role_to_tokens_per_s[role]
         known = [facts.tokens_per_s_max for facts in self._facts if facts.role == role]

@@ -71,7 +71,7 @@ class FleetUnit:
     since_s: float = 0.0
     """Time at which the unit entered its state."""
     asked_s: float = 0.0
-    """Time of the last message to start, drain, keep or stop the unit (Fleet repeats it)."""
+    """Time of the unit's last change of state or message to it; resending counts from it."""
     drain_number: int = 0
     """Id of the unit's latest drain, sent in `DrainUnit`. A front that reports another number has not
     received this drain.

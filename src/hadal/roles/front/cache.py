@@ -83,9 +83,7 @@ class FrontCache:
         return unit_to_tokens
 
     def check(self, unit_to_epoch: Mapping[str, str]) -> list[str]:
-        """Return problems; empty if the summary has exactly the units that are up, within their
-        pools' sizes.
-        """
+        """Return problems; empty if just the units that are up have summaries, within their sizes."""
         problems = []
         if {unit: held.epoch for unit, held in self._units.items()} != dict(unit_to_epoch):
             problems.append(

@@ -280,7 +280,7 @@ class Front:
 
     def _take_slot(self, now_s: float, record: Record, unit: Unit) -> None:
         """Preempt a running request if the unit has no slot for a prefilled one: the latest batch
-        request, else one of a tenant above its share. Its slot is free at once, or two steps later
+        request, else one of a tenant above its share. Its slot is free immediately, or two steps later
         if a plan has already scheduled it.
         """
         tenant, requests = record.generation.tenant, self.requests

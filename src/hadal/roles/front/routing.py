@@ -29,9 +29,7 @@ from hadal.roles.front.units import FrontUnits
 
 @dataclass(frozen=True)
 class RequestRouting:
-    """Read-only access to the front's tables for the routing policies, one request at a time. The
-    front applies the results.
-    """
+    """Views of the front's tables for the routing policies; read-only, one request at a time."""
 
     requests: FrontRequests
     units: FrontUnits
@@ -85,9 +83,7 @@ class RequestRouting:
         fingerprints: Sequence[str],
         without: Sequence[Record] = (),
     ) -> bool:
-        """Return whether a request could start under one of these fingerprints without the placed
-        requests `without`.
-        """
+        """Return whether a request could start under these fingerprints if `without` were removed."""
         prefilling = Counter(one.prefill_unit for one in without if one.state is State.PREFILLING)
         return any(
             self._may_prefill(num_tokens, tenant, fingerprint, without)

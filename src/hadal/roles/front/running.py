@@ -4,9 +4,9 @@
 
 A message may have several tokens of an attempt. Each row counts as if it were a message of its own.
 
-An attempt id contains the attempt's row. No id is used twice, not even by another front, so a late
-message about an attempt that has left finds no row. While an attempt runs, its growing counts are
-here and not in its record. Uses no message but Tokens.
+An attempt id contains the attempt's row. Ids are not reused, and ids of two fronts begin far apart,
+so a late message about an attempt that has left finds no row. While an attempt runs, its growing
+counts are here and not in its record. Uses no message but Tokens.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Running:
             record.moved_s = float(self._moved_s[record.row])
 
     def leave(self, record: Record) -> None:
-        """Remove an attempt, if it runs: none of its tokens is expected any more. Updates the record."""
+        """Remove an attempt, if it runs, and update its record. Its later tokens are unknown."""
         if record.row < 0:
             return
         self.sync(record)
@@ -170,7 +170,7 @@ class Running:
         return int(self._attempt_id[record.row])
 
     def record_of(self, attempt_id: int) -> Record:
-        """Return the record that runs under an attempt id, which must be a running one."""
+        """Return the record of a running attempt id."""
         record = self._records[attempt_id & (MAX_ROWS - 1)]
         assert record is not None
         return record

@@ -20,9 +20,7 @@ from hadal.policy.fairness import is_batch, owner_of
 from hadal.policy.quotas import DAY_S, QuotaView, filled, limits_of, refuse, refuse_tokens
 
 RECENT_S = 120.0
-"""Seconds for which a charge's request id is remembered. Gateways resend only charges younger than
-half of that.
-"""
+"""Seconds for which a charge's id is remembered. Gateways resend charges up to RECENT_S / 2 old."""
 
 
 @dataclass(slots=True)
@@ -73,7 +71,7 @@ class FrontTenants:
         """Request id -> its charge, oldest first."""
 
     def set(self, now_s: float, message: Quotas) -> None:
-        """Replace the quotas. Tenants that had one keep what they used of it."""
+        """Replace the quotas. Tenants that had a quota before keep the use counted so far."""
         self._clock = message.unix_s - now_s
         self._turn_day(now_s)
         self._quotas = {quota.tenant: quota for quota in message.quotas}

@@ -28,8 +28,7 @@ class Came:
     delivers: tuple[Deliver, ...]
     """Deliveries to requests that continue."""
     ended: tuple[tuple[Record, tuple[Token, ...]], ...]
-    """Requests that drew their last token, with all their tokens of the message. Their decode unit
-    holds nothing for them any more.
+    """Requests that drew their last token, with their tokens of the message; their slots are free.
     """
     gaps: tuple[Record, ...]
     """Requests with a missing token."""

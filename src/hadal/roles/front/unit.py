@@ -19,9 +19,7 @@ class Unit:
     role: str
     epoch: str
     num_blocks: int
-    """Blocks of its living ranks. Like `num_requests_max`, it follows the unit's reports as ranks
-    are lost and return.
-    """
+    """Blocks of the unit's living ranks, from its last report (as `num_requests_max` is)."""
     num_blocks_request: int
     """Maximum number of blocks that one request can have on the unit; 0 while no rank lives."""
     num_requests_max: int
@@ -30,11 +28,11 @@ class Unit:
     """Fingerprint of its KV (UnitUp): a prompt is decoded under the fingerprint it was prefilled under."""
     num_requests: int = 0
     num_tokens: int = 0
-    """Prefill: tokens of requests sent there that are not yet prefilled, without cached ones."""
+    """Prefill: uncached tokens of requests that were sent to the unit and are not prefilled yet."""
     num_pairs: int = 0
     """Prefill: (token, attended position) pairs of the tokens in `num_tokens`."""
     num_blocks_used: int = 0
-    """Decode: blocks of the requests sent there."""
+    """Decode: blocks of the requests sent to the unit."""
     tokens_step: float = 1.0
     """Decode: tokens per step and request, smoothed; above 1 with several passes per step, or with
     accepted drafts (speculative decoding).
@@ -45,9 +43,7 @@ class Unit:
     """Cached view for policies; None after a change."""
     drain_number: int = 0
     drain_by_s: float | None = None
-    """Deadline of the drain, until which its requests may stay (roles/front/fleet); None if it does
-    not drain.
-    """
+    """Deadline until which requests of a draining unit may stay; None if it does not drain."""
     orphan_s: float | None = None
     """Time at which the unit lost its leader, while its ranks keep requests; None: it has one."""
 
@@ -60,7 +56,7 @@ class Unit:
 
     @property
     def is_open(self) -> bool:
-        """True if new requests may be sent there."""
+        """True if new requests may be sent to the unit."""
         return self.drain_by_s is None and self.orphan_s is None
 
     def changed(self) -> None:

@@ -158,8 +158,8 @@ class FrontUnits:
         return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
 
     def called(self, now_s: float) -> None:
-        """Note that the front was called; call this first. Its own pauses do not count as units'
-        silence.
+        """Note a call of the front, before its events; pauses of the front are not silence of
+        units.
         """
         if missed_s := self._absence.called(now_s):
             for unit in self.by_name.values():

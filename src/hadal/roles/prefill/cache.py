@@ -170,9 +170,7 @@ class PrefillCache:
 
     # ---- a prompt starts ----
     def finder(self, now_s: float, rates: StepRates | None) -> PrefixFinder:
-        """Return a finder, which is valid until something changes. `rates`: None while nothing is
-        measured.
-        """
+        """Return a finder, valid until something changes. `rates`: None if nothing is measured yet."""
         return PrefixFinder(
             self._pools,
             self._index,
@@ -307,9 +305,7 @@ class PrefillCache:
             self._begun += self.stores.begin()
 
     def failed(self, prompt: PrefillAttempt) -> None:
-        """Forget all names of a rank after a void token, since the KV that it attended to may be
-        void, too.
-        """
+        """Forget all names of a rank after a void token: the KV that it attended to may be void."""
         self._pools.forget_names(prompt.rank)
 
     # ---- blocks that decode filled ----

@@ -78,8 +78,9 @@ class PrefillLeader:
         fingerprint: str = "",
         index: BlockIndex | None = None,
     ) -> None:
-        """`pool_name`: the pool of a unit that is one process, new at every start; ranks have their
-        own. `fingerprint`: KV fingerprint (UnitUp). `index`: blocks known to be on disk; None: none yet.
+        """`pool_name`: KV pool of a unit that is one process, new at every start (else each rank
+        has its own). `fingerprint`: KV fingerprint (UnitUp). `index`: blocks known to be on disk;
+        None: none yet.
         """
         units, cache = deployment.prefill, deployment.cache
         self._out: list[Effect] = []
@@ -247,9 +248,7 @@ class PrefillLeader:
         self.blocks.free(lease.rank, lease.block_ids, (lease.request_id, lease.attempt))
 
     def _reset(self, event: RankReset) -> None:
-        """Handle a new formation: plans in flight are void, and attempts of lost ranks return to
-        the front.
-        """
+        """Handle a new formation: void the plans in flight, and return attempts of lost ranks."""
         for step in self._in_flight:
             for part in step.parts:
                 part.prompt.num_planned = min(part.prompt.num_planned, part.start)

@@ -38,7 +38,7 @@ from hadal.roles.ranks.pools import RankPools
 from hadal.roles.unit.tokens import history_of
 
 Start = tuple["PrefillAttempt", int, Prefix]
-"""Prompt that takes its blocks now, its rank, and the prefix that it finds there."""
+"""(prompt that starts, its rank, the prefix that it finds on that rank)."""
 Found = Mapping[int, Prefix]
 """Rank -> prefix that a prompt finds there; ranks without one are left out."""
 MEAN_SHARE = 2 / 3
@@ -168,16 +168,14 @@ class StepContents:
     """Contents of a step."""
 
     starts: tuple[Start, ...]
-    """Prompts that start, in their order. A prompt for which the step has no time yet takes its
-    blocks all the same: its rank is settled.
-    """
+    """Prompts that start and take their blocks; by cost or while loading, some without a chunk."""
     parts: tuple[tuple[PromptChunk, ...], ...]
     """Chunks of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackRules:
-    """The rules by which a unit's steps are packed."""
+    """Rules for packing a unit's steps."""
 
     chunk_tokens: int
     """Maximum number of tokens per rank and step."""
@@ -274,9 +272,7 @@ def _pack_cost(
 
 
 def _views_with(prompt: PrefillAttempt, found: Found) -> dict[int, PromptView]:
-    """Return rank -> the prompt's view there. Ranks with the same prefix share a view, which is
-    then priced once.
-    """
+    """Return rank -> the prompt's view there; ranks with the same prefix share a view, priced once."""
     views = {id(prefix): prompt.view_with(prefix) for prefix in _kinds(found)}
     return {rank: views[id(prefix)] for rank, prefix in found.items()}
 

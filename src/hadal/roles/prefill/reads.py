@@ -47,7 +47,7 @@ class DiskRead:
     predicted_s: float
     deadline_s: float
     prompt: PrefillAttempt | None
-    """Prompt that waits for the read; None if none does any more."""
+    """Prompt that waits for the read; None if it gave up or was dropped."""
     owner: Reader
     """Owner of the blocks `into`."""
 
@@ -70,7 +70,7 @@ class ReadMeter:
         self._known_until_s = now_s + KNOWN_S
 
     def rates(self, now_s: float) -> ReadRates | None:
-        """Return the rates; None if nothing is known, or if it is outdated."""
+        """Return the measured rates; None without a read in the last KNOWN_S seconds."""
         if now_s > self._known_until_s:
             return None
         w, n, nn, t, nt = self._sums

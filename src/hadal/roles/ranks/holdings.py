@@ -119,7 +119,7 @@ class RankHoldings:
         self._block_to_name.update(names_of(named))
 
     def held(self) -> Held:
-        """Return what the pool holds, for a new leader."""
+        """Return the pool's contents, for a new leader."""
         return Held(
             tuple(
                 HeldKv(attempt_id, tuple(kv.block_ids), self._num_tokens(kv), kv.num_pulled)

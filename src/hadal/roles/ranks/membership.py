@@ -40,12 +40,10 @@ NEWS_S = 1.0
 """Seconds to wait for the cause after a step or a formation failed because of a lost peer."""
 TAKEOVER_GRACE_S = 1.0
 """Seconds for which an earlier leader's ranks wait for each other. A living rank sends a heartbeat,
-and is asked what it holds, well within this time.
+and answers RankWho, well within this time.
 """
 FAILED_FORMS_MAX = 3
-"""Formations in a row that fail because ranks lost each other; then the most blamed rank is given
-up.
-"""
+"""Formations in a row that fail for lost peers, after which the most blamed rank is given up."""
 FORM_TIMEOUT_S = 60.0
 """Seconds within which a member must answer that it formed."""
 DRAIN_TIMEOUT_S = 5.0
@@ -149,9 +147,7 @@ class UnitMembership:
         return len(self._processes)
 
     def is_idle_since(self, sent_s: float, time_s: float) -> bool:
-        """Return whether a step sent before `time_s` is stuck: no member's compute thread has moved
-        since then.
-        """
+        """Return whether a step sent at `sent_s` is stuck: no member progressed since `time_s`."""
         return sent_s < time_s and all(
             self._processes[index].progressed_s < time_s for index in self.members
         )
@@ -276,9 +272,7 @@ class UnitMembership:
         self._processes.sighted(now_s, message)
 
     def tick(self, now_s: float, is_stepping: bool) -> None:
-        """Check every deadline. `is_stepping`: a step is in flight, so compute threads must make
-        progress.
-        """
+        """Check every deadline. `is_stepping`: a step is in flight, so ranks must make progress."""
         stepping = set(self.living) if is_stepping and self.is_running else ()
         given_up = self._processes.tick(now_s, stepping)
         if any(index in self.members for index in given_up):
@@ -337,9 +331,7 @@ class UnitMembership:
 
     # ---- forming ----
     def form(self, now_s: float) -> None:
-        """Start the next formation with every living rank that may join, or with all living ranks
-        if none may.
-        """
+        """Form anew with every living rank that may join, or with all living ranks if none may."""
         living = self._formable(now_s)
         self._formation = Formation(
             max(self.formation, self._held_formation) + 1,
@@ -394,9 +386,7 @@ class UnitMembership:
             self.form(now_s)
 
     def _see_answers(self, now_s: float) -> None:
-        """Begin to run, in phase FORMING, when all members formed; form again when a member failed
-        or timed out.
-        """
+        """Run when all members formed (in phase FORMING); form again if one failed or timed out."""
         if self.phase is not UnitPhase.FORMING:
             return
         forming = self._formation

@@ -41,9 +41,7 @@ class RankPools:
         self.living = [0] if num_ranks == 1 else []
         """Living ranks, in ascending order."""
         self.names = [name if num_ranks == 1 else ""] * num_ranks
-        """Name by which other processes find the memory of each rank's pool. New at every start of
-        the rank.
-        """
+        """Name of each rank's pool memory for other processes, new at every start of the rank."""
         self._unreported: dict[int, list[bytes]] | None = {} if reports_names else None
         """Rank -> names added since `take_named`; None: names are not reported to ranks."""
         self._forgot: set[int] = set()
@@ -167,9 +165,7 @@ class RankPools:
         return self._found.prefixes(chain)
 
     def take_names(self) -> tuple[bytes, bytes]:
-        """Return names that became findable since the last call, and names that no rank has any
-        more.
-        """
+        """Return names that became findable since the last call, and names lost on all ranks."""
         return self._found.take_news()
 
     @property
@@ -234,9 +230,7 @@ class RankPools:
     def check_owners(
         self, rank: int, holders: Iterable[tuple[Hashable, Sequence[int]]]
     ) -> list[str]:
-        """Return problems; empty when the allocator's owners of a rank's blocks are exactly
-        `holders`.
-        """
+        """Return problems; empty when exactly `holders` own a rank's blocks in its allocator."""
         holders = list(holders)
         if self._allocators[rank].is_owned_as(holders):
             return []
@@ -301,9 +295,7 @@ class FoundNames:
         return found | dict.fromkeys(_ranks_of(left), num)
 
     def take_news(self) -> tuple[bytes, bytes]:
-        """Return names that became findable since the last call, and names that no rank has any
-        more.
-        """
+        """Return names that became findable since the last call, and names lost on all ranks."""
         if not self._changed:
             return b"", b""
         added = b"".join(name for name in self._changed if name in self._name_to_ranks)

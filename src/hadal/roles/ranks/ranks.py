@@ -84,9 +84,7 @@ class PoolRequests:
         self._asked[_key(effect)] = effect.rank
 
     def answered(self, message: RankAnswered) -> bool:
-        """Accept an answer. Returns False if the inner leader treats the rank as lost by now, or
-        did not ask it.
-        """
+        """Accept an answer; return False if the rank was not asked, or is lost to the inner leader."""
         key = _key(message.outcome)
         is_meant = self.members.get(message.rank) == message.epoch
         if not is_meant or self._asked.get(key) != message.rank:

@@ -31,9 +31,7 @@ from hadal.roles.ranks.pools import RankPools
 WRITING_BLOCKS = 64
 """Maximum number of blocks of a rank being written at a time."""
 WRITING_SHARE = 8
-"""Divisor of a rank's blocks: at most 1/WRITING_SHARE of them are being written, so that a disk
-that hangs holds no more.
-"""
+"""Divisor: at most 1/WRITING_SHARE of a rank's blocks are being written, in case a disk hangs."""
 WAITING_BLOCKS = 4096
 """Maximum number of waiting blocks of a rank, if they have no owner (`holds` False)."""
 HELD_BLOCKS = 256
@@ -49,7 +47,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """Owner of a waiting block, with `holds`."""
+    """Owner of a waiting block, if `holds`."""
 
     name: bytes
 

@@ -13,9 +13,7 @@ by other work on the host, hardly count.
 _LINE_VARIANCE = 2.0
 """Minimum variance of the number of requests per step for which a fitted line is meaningful."""
 _CROWD = 2.0
-"""Minimum mean number of requests per step for which a line from a single request to that mean is
-meaningful.
-"""
+"""Minimum mean requests per step for a meaningful line from a single request to that mean."""
 
 
 class StepMeter:

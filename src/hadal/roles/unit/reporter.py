@@ -28,7 +28,7 @@ class UnitReporter:
         heartbeat_s: float,
         held: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
-        """`held`: returns the attempt ids for UnitUp."""
+        """`held`: returns the ids of attempts held from an earlier leader."""
         self._identity = identity
         self._pools = pools
         self._report = report
@@ -45,9 +45,7 @@ class UnitReporter:
         self._wake_s = math.inf
 
     def up(self) -> list[Effect]:
-        """Return UnitUp for the front and the supervisor, which waits for it too; empty while no
-        rank lives.
-        """
+        """Return UnitUp for front and supervisor, which both wait for it; empty if no rank lives."""
         self._is_known = self._pools.num_living > 0
         if not self._is_known:
             return []

@@ -50,9 +50,7 @@ class StepsInFlight(Generic[Step]):
         self.next_id += 1
 
     def take(self, step_id: int) -> Step:
-        """Remove the oldest step, which is done, and return it. Raises InvariantError for another
-        `step_id`.
-        """
+        """Remove and return the oldest step, now done. Raises InvariantError for another step."""
         if not self._steps or self._steps[0].step_id != step_id:
             raise InvariantError(
                 f"{self._unit}: step {step_id} is done, but it is not the one that runs."

@@ -79,9 +79,7 @@ class Tracer:
         )
 
     def done(self, done: StepDone) -> list[Effect]:
-        """Note a done step; return the answer if it completes a trace. Steps are done in the order
-        of plans.
-        """
+        """Note a done step, in the order of plans; return the answer if it completes a trace."""
         if not self._in_flight or (planned := self._in_flight.pop(done.step_id, None)) is None:
             return []
         asked = self._asked[0]
