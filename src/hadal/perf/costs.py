@@ -61,7 +61,7 @@ _RECENT = 0.05
 """
 _EXACT_LAYERS = 8
 _REFIT_STEPS = 8
-"""Steps between two fits once there are many; a new size is fitted at once."""
+"""Maximum number of steps between two fits; a new size is fitted at once."""
 
 
 @dataclass(frozen=True, slots=True)

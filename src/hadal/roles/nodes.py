@@ -10,8 +10,8 @@ node is replaced. It may take a minute, because replacing a node ends processes 
 Processes of an agent that reports for the first time were started by an earlier supervisor, and
 continue. A node that was only cut off may still run processes that were given up. Every order
 therefore names all processes that the node must run, each with its epoch number: an unnamed process
-ends, and a message of an earlier epoch is ignored (runtime/wire). If two agents report for one
-node, the one that began later counts, and the other is ordered to leave.
+ends, and a message of an earlier epoch is ignored (runtime/wire). If a second
+agent reports for a node, it replaces the first, which is ordered to leave.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FarProcess:
     order: ProcessOrder
     news: ProcessNews
     reason: str = ""
-    """Reason for its end, if no exit code shows it."""
+    """Reason for the process's end, if no exit code shows it."""
 
     @property
     def code(self) -> int | None:
@@ -63,18 +63,18 @@ class Node:
         self.heard_s = -math.inf
         self.ordered_s = -math.inf
         self.processes: dict[str, FarProcess] = {}
-        """Name -> latest epoch of the process."""
+        """Name -> the process in its latest epoch."""
         self.told: dict[str, Address] | None = None
         """Addresses last sent to the node's agent; None: none were sent to this agent."""
 
     @property
     def host(self) -> str:
-        """Name of its host; empty before an agent reported."""
+        """Name of the node's host; empty before an agent reported."""
         return "" if self.news is None else self.news.host
 
     @property
     def agent(self) -> str:
-        """Name of its agent on the wire; empty before one reported."""
+        """Name of the node's agent on the wire; empty before one reported."""
         return "" if self.news is None else agent_name(self.number, self.news.boot)
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from hadal.core.plans import NO_TOKEN, NOT_FINITE
 
 BACKOFF_S = 0.05
-"""Seconds before the first retry after a failed pull or step, doubled up to BACKOFF_MAX_S; without
-capacity, each retry waits 2 * BACKOFF_S.
+"""Seconds before the first retry after a failed pull or step, doubled up to BACKOFF_MAX_S. After
+QUEUE_FULL and similar reasons, each retry waits 2 * BACKOFF_S.
 """
 BACKOFF_MAX_S = 2.0
 

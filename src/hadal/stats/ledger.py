@@ -1,7 +1,7 @@
 """Tables of the ledger and queries on them, over a given connection to SQLite or PostgreSQL.
 
 A request's row is written once: a repeated fact changes nothing. A different fact under the same id
-is refused and counted, regardless of the writing process and time. Times are whole microseconds,
+is refused and reported, regardless of the writing process and time. Times are whole microseconds,
 money whole pico-dollars. runtime/ledger/store manages engines, files and threads; every function
 here runs in the caller's transaction.
 """

@@ -1,8 +1,8 @@
 """Leader (scheduler) of a decode unit: pulls prefilled KV in, and steps the requests that it holds.
 
-Two plans are in flight, so that the Runner never waits for one; where passes are short, a plan has
-several (policy/passes). The leader therefore receives a stop id one plan late. The rank applies it
-at once.
+Two plans are in flight, so that the Runner never waits for one. Where passes of the model are
+short, a plan has several (policy/passes). The leader receives a stop id one plan late; the rank
+applies it immediately.
 
     plan k     | A B C |                     result k: B drew its stop id
     plan k+1   | A - C |  was emitted already with B in it; B's rank leaves it out
@@ -406,7 +406,7 @@ class DecodeLeader:
         num_drafts = self._drafts.choose(num_requests)
         num_before = self._drafts.most_made(computed & (table.state == SlotState.ACTIVE))
         num_passes = self._num_passes(num_requests, num_drafts, num_before)
-        # `grow` counts one position anyway; the last pass is followed by the drafts that it makes.
+        # `grow` adds one position itself. The last pass's drafts need positions behind it.
         num_more = num_positions(num_passes, num_before, num_drafts) - 1 + num_drafts
         grown = self.slots.grow(self._in_flight.done_id, num_more)
         if grown is None:

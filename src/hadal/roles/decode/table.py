@@ -184,8 +184,8 @@ class DecodeTable:
         self.occupants[slot] = Occupant(occupant.generation, lease, occupant.arrival)
 
     def resume(self, generation: Generation, kv: HeldKv, arrival: int, among: slice) -> int:
-        """Give a free slot of `among` to a request and return it. Its KV is in `kv`'s blocks
-        already, up to the last output token. The caller ensures that a slot is free.
+        """Give a free slot of `among` to a request and return it. Its KV, for all but the last
+        output token, is in `kv`'s blocks. The caller ensures that a slot is free.
         """
         lease = KvLease("", (), (), len(generation.prompt) + len(generation.output) - 1)
         slot = self.reserve(generation, lease, arrival, kv.block_ids, among)

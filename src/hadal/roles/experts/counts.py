@@ -25,7 +25,7 @@ _NUM_TRACED = 2048
 @dataclass(frozen=True, slots=True)
 class _CountedStep:
     placement: Placement
-    """The placement in force in that step."""
+    """Placement in force in the step."""
     is_traced: bool
     is_whole: bool
     """True if an interval ends with this step. Other counted steps are only traced: tracing must

@@ -4,8 +4,8 @@ layer at a time.
     counted steps --> window of loads --> a layer pays? --> RankStage to ranks that need weights --> flip in a step
 
 `counts` measures, `planner` chooses a layer and a change to try, and `installer` owns the placement
-in force. A flip switches all ranks to a layer's new placement. Nothing is planned unless every rank is a
-member of the formation.
+in force. A flip switches all ranks to a layer's new placement. Nothing is planned unless every
+rank is a member of the formation.
 
 Sans-IO: independent of the wire and of requests. Its owner (roles/ranks) calls it with events and
 sends the messages that it returns.
@@ -37,8 +37,8 @@ _NUM_NOTES = 256
 
 
 class ExpertBalancer:
-    """Expert balancer of one unit. `placement`: the unit's first one. `is_planning` False: it only
-    measures.
+    """Expert balancer of one unit. `placement`: the unit's first one. `is_planning` False: the
+    balancer only measures.
 
     `nodes`: rank -> its node. `num_groups`: number of the gate's groups, if each group should stay
     on one node as far as balance allows; 0: nodes do not matter.

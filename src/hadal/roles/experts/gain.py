@@ -64,8 +64,8 @@ class ExpertTerms:
     and five with 144 decode ranks.
     """
     num_sigmas: float = 3.0
-    """Standard errors of its mean that a gain must exceed. Layers are examined hundreds of times,
-    so chance alone must rarely pass.
+    """Number of its standard errors that a mean gain must exceed. Layers are examined hundreds of
+    times, so chance alone must rarely pass.
     """
     payback: float = 2.0
     """Minimum ratio of gain to cost. It exceeds 1 because both are estimates."""

@@ -33,7 +33,7 @@ class LayerChange:
     slot_to_expert_RS: NDArray[np.int16]
     weights_RS: NDArray[np.uint8] | None
     num_moved: int
-    """Replicas of experts that their rank does not hold yet."""
+    """Number of experts that are new to a rank, summed over ranks."""
 
 
 class LayerRests:

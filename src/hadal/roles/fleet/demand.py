@@ -37,7 +37,7 @@ class DemandMeter:
         """Role -> tokens of the sample under way, which began at `_open_from_s`."""
         self._open_from_s = 0.0
         self._days: dict[str, list[float | None]] = {role: [None] * NUM_BINS for role in ROLES}
-        """Role -> tokens/s of each hour of the day, when it was last observed; None: never yet."""
+        """Role -> tokens/s of each hour of the day, when last observed; None: not observed yet."""
         self._hour: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         self._hour_from_s: float | None = None
         self._shapes: dict[str, DayShape] = dict.fromkeys(ROLES, shape)

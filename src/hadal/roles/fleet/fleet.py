@@ -5,7 +5,7 @@ a unit is empty. On every event the wanted units (policy/scaling) are compared w
 ones, so that the next event repairs any error:
 
     fewer work than wanted   keep a draining one, else start a stopped one, as far as nodes and back-off allow
-    more work than wanted    stop one that is starting, else drain the one with the fewest requests
+    more work than wanted    stop one that is starting, else drain an old one, else the one with the fewest requests
 
     DrainUnit -> front ... Demand: the unit is empty -> StopUnit ... UnitDown -> OfferNodes for other work
 
@@ -119,7 +119,7 @@ class Fleet:
             case Rollout():
                 for one in self.table.in_state(*OWNS_NODES):
                     one.is_old = True
-                for role in ROLES:  # The failed starts were of the version that is replaced now.
+                for role in ROLES:  # Failed starts were of the version being replaced.
                     self._num_failed[role], self._not_before_s[role] = 0, -math.inf
             case Tick():
                 pass

@@ -29,7 +29,8 @@ class Record:
     output: list[int]
     """Output tokens so far; empty if the front stores no text."""
     num_output: int = 0
-    """Output tokens so far. While the request runs, `Running` counts this and `num_blocks`."""
+    """Number of output tokens so far. `Running` counts it and `num_blocks` while the request runs.
+    """
     state: State = State.QUEUED
     attempt: int = 0
     prefill_unit: str | None = None
@@ -47,7 +48,7 @@ class Record:
     num_blocks_taken: int = 0
     """Blocks of requests preempted in its favour while it is queued."""
     is_charged: bool = False
-    """True once its prompt is charged to its tenant. A retry computes it again without a charge."""
+    """True once the prompt is charged to the tenant; a retry computes it again without a charge."""
     row: int = -1
     """Row in `Running`; negative if the request is not there."""
     chains: dict[str, bytes] = field(default_factory=dict)

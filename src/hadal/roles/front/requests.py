@@ -67,7 +67,7 @@ class FrontRequests:
     """Tenant with open requests -> weight in its latest request."""
     _num_arrived: int = 0
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
-    """Heap of (time to check a request, its number, its id). It may have progressed or ended by then."""
+    """Heap of (time to check a request, its number, its id). The request may have ended by then."""
 
     @property
     def num_placed(self) -> int:

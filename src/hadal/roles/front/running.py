@@ -39,7 +39,7 @@ class Served(NamedTuple):
     tenant: str
     num_tokens: int
     cost: float
-    """Cost of these tokens, divided by the request's weight (policy/fairness)."""
+    """Cost of the tokens, divided by the weight of each request (policy/fairness)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Taken:
     attempt has left after its last token, or after a missing one.
     """
     num_blocks: int
-    """Blocks that the unit's requests have grown by."""
+    """Number of blocks by which the unit's requests have grown."""
     num_attempts: int
     """Number of attempts in the good rows."""
     served: tuple[Served, ...] = ()
@@ -71,7 +71,7 @@ class Running:
         self._num_given = 0
         self._unit_to_number: dict[str, int] = {}
         self._attempt_id: Ints = np.zeros(0, np.int64)
-        """0: the row is free."""
+        """Attempt id of each row; 0: the row is free."""
         self._unit: Ints = np.zeros(0, np.int64)
         self._num_prompt: Ints = np.zeros(0, np.int64)
         self._num_output: Ints = np.zeros(0, np.int64)

@@ -100,12 +100,12 @@ class FrontTenants:
         num_tokens: int,
         most_pico_usd: int,
     ) -> Refusal | None:
-        """Return why a tenant's quota refuses a request; None: it does not. Changes nothing."""
+        """Return why a tenant's quota refuses a request, or None. Changes nothing."""
         view = self._view(now_s, tenant, num_open)
         return None if view is None else refuse(view, num_wanted, num_tokens, most_pico_usd)
 
     def counting_refusal(self, now_s: float, tenant: str, num_open: int) -> Refusal | None:
-        """Return the refusal of a prompt to be counted, None if the tenant has tokens left."""
+        """Return why a prompt may not be counted; None if the tenant has tokens left."""
         view = self._view(now_s, tenant, num_open)
         return None if view is None else refuse_tokens(view)
 

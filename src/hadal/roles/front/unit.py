@@ -25,7 +25,7 @@ class Unit:
     num_requests_max: int
     seen_s: float
     fingerprint: str = ""
-    """Fingerprint of its KV (UnitUp): a prompt is decoded under the fingerprint it was prefilled under."""
+    """KV fingerprint (UnitUp). A request is decoded under the fingerprint of its prefill."""
     num_requests: int = 0
     num_tokens: int = 0
     """Prefill: uncached tokens of requests that were sent to the unit and are not prefilled yet."""

@@ -36,8 +36,8 @@ class FrontUnits:
 
     def __init__(self, unit_timeout_s: float, heartbeat_s: float, fingerprint: str = "") -> None:
         """Treat a unit as frozen if it sends no heartbeat for `unit_timeout_s` although it could
-        run. `heartbeat_s`: longest time between two calls of the front. `fingerprint`: for units
-        that report none.
+        run. `heartbeat_s`: longest time between two calls of the front. `fingerprint`: KV
+        fingerprint of units that report none.
         """
         self.by_name: dict[str, Unit] = {}
         self.suspects = Suspects(unit_timeout_s)

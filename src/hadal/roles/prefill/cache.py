@@ -161,7 +161,7 @@ class PrefillCache:
         self._has_disk = has_disk
         self._is_priced = recompute == AUTO
         self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
-        """Blocks read into each rank's pool since its last plan."""
+        """Blocks read or copied into each rank's pool since the rank's last plan."""
         self._takings: dict[Taker, Taking] = {}
         self._begun: list[StoreBlocks] = []
         """Disk writes of this event. They own their blocks already, and are sent after the event's
@@ -270,7 +270,7 @@ class PrefillCache:
         self.stores.note(event)
 
     def take_fetches(self, rank: int) -> tuple[int, ...]:
-        """Return the blocks read into the rank's pool since the last call."""
+        """Return the blocks read or copied into the rank's pool since the last call."""
         fetches, self._fetches[rank] = self._fetches[rank], ()
         return fetches
 

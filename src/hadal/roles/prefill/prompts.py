@@ -56,19 +56,20 @@ class PrefillAttempt:
     generation: Generation
     tokens: tuple[int, ...]
     rank: int = -1
-    """Rank where it started; -1: it has not started."""
+    """Rank where the attempt started; -1: not started."""
     block_ids: tuple[int, ...] = ()
     num_planned: int = 0
     num_done: int = 0
-    """Positions with KV in its blocks."""
+    """Positions with KV in `block_ids`."""
     prefix: Prefix = NOTHING
-    """Prefix that it found when it started. `num_planned` includes the blocks that are in memory."""
+    """Prefix found when the attempt started. `num_planned` includes the prefix's blocks in memory.
+    """
     is_loading: bool = False
     """True while part of the prefix is read from disk."""
     num_named: int = 0
     """Leading blocks that other prompts can find."""
     last_step_id: int = -1
-    """Last plan that writes its blocks: they cannot be freed before it is done."""
+    """Last plan that writes the attempt's blocks; they are not freed before it is done."""
     is_dropped: bool = False
     """True if the attempt is no longer needed and only waits for plan `last_step_id`."""
     number: int = 0
@@ -107,7 +108,7 @@ class PrefillAttempt:
         return len(self.tokens) - self.num_planned
 
     def view(self) -> PromptView:
-        """Return the view of a prompt where it started, or of a queued one without any prefix."""
+        """Return the prompt's view on its rank; of a queued prompt, its view without a prefix."""
         if self.is_loading:
             return self.view_with(self.prefix, num_blocks=0)
         num_blocks = 0 if self.block_ids else blocks_for(len(self.tokens))

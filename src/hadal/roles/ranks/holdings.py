@@ -37,7 +37,7 @@ class _Kv:
 
     block_ids: list[int]
     num_tokens: int
-    """Positions when the attempt joined. After it left: all its positions."""
+    """Positions when the attempt joined, or, once it has left, all its positions."""
     num_pulled: int
     joined_at: int | None
     """`RankHoldings._num_written` when the attempt joined; None: it has left."""

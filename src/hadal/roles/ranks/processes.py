@@ -42,12 +42,12 @@ class RankView:
     heard_s: float = 0.0
     num_ops: int = -1
     moved_s: float = 0.0
-    """Time at which its compute thread was last seen to move, or to have nothing to do."""
+    """Time at which the rank's compute thread last moved, or had nothing to do."""
     progressed_s: float = 0.0
-    """Time at which its compute thread was last seen to move."""
+    """Time at which the rank's compute thread last moved."""
     ended_s: float = 0.0
     killed_s: float = 0.0
-    """Time at which the supervisor was last asked to kill it."""
+    """Time at which the supervisor was last asked to kill the process."""
     num_owed: int = 0
     """UnitDowns still expected for earlier processes: a successor announced itself first."""
     dead: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_DEAD_EPOCHS))

@@ -8,8 +8,8 @@ the membership of the ranks.
 The inner leader receives one result per step, once every member did its part. If a step failed
 because a peer was lost, it receives no result; the RankReset that follows makes it plan that step
 again. If a step failed for another reason, it receives the failure and returns the step's requests
-to the front. The unit then forms anew too, because peers may wait in the middle of that step. The inner
-leader treats all ranks as dead until the first RankReset, and announces the unit only then.
+to the front. The unit then forms anew too, because peers may wait in the middle of that step. Until
+the first RankReset, the inner leader treats all ranks as dead and does not announce the unit.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class RankedLeader:
                     self._out.append(effect)
 
     def _tell(self, effect: PoolEffect) -> None:
-        """Send an effect to the process that the inner leader means. If it is gone, drop the
+        """Send an effect to the process that the inner leader addresses. If it is gone, drop the
         effect: the next RankReset reports the loss.
         """
         epoch = self._requests.members.get(effect.rank)

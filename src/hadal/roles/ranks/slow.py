@@ -4,8 +4,8 @@ without them.
     StepDone of every rank: seconds it waited, and for which host alone ──┐
     RankDone: seconds of the messages on the wire ────────────────────────┴► a stretch of steps ──► policy/slow_hosts
 
-Ranks also wait for a host that has more work. The time by which its ranks compute longer than the
-waiting ones is therefore subtracted; not in decode, if the host had at most EVEN times their rows.
+Ranks also wait for a host that has more work. Therefore the time by which that host computes longer
+is subtracted, except in decode if it has at most EVEN times the rows of the waiting host.
 """
 
 from __future__ import annotations
