@@ -68,8 +68,8 @@ def price(
     num_layers: int,
     events: list[TraceEvent] | None = None,
 ) -> Price:
-    """Return the makespan of one or two micro-batches; append the walk to `events`, from 0 s on, as
-    rank 0.
+    """Return the makespan of one or two micro-batches; append the walk to `events` as rank 0,
+    starting at 0 s.
     """
     now_s = link_free_s = exposed_s = compute_s = link_s = 0.0
     arrives_s: dict[tuple[int, str], float] = {}

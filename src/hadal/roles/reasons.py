@@ -16,7 +16,7 @@ QUEUE_FULL and similar reasons, each retry waits 2 * BACKOFF_S.
 BACKOFF_MAX_S = 2.0
 
 PREEMPTED = "preempted"
-"""The attempt could not grow, as no blocks were free. Does not count as a retry, since nothing failed."""
+"""The attempt's rank ran short of blocks. Does not count as a retry, since nothing failed."""
 QUEUE_FULL = "queue full"
 """The unit accepts no more. Retried a little later; does not count as a retry."""
 LEASE_EXPIRED = "lease expired"
@@ -32,7 +32,7 @@ QUEUE_FULL.
 TOO_LONG = "too long"
 """The request can never fit in this unit. The front ends it with an error."""
 VOID = frozenset({NO_TOKEN, NOT_FINITE})
-"""No token can be drawn. The front ends the request with an error."""
+"""Reasons for which no token can be drawn. The front ends the request with an error."""
 
 
 def void(why: str) -> str:
@@ -50,7 +50,7 @@ class Remedy(NamedTuple):
 
     is_final: bool
     is_counted: bool
-    """True if it uses up a retry."""
+    """True if the reason uses up a retry."""
     delay_s: float
 
 

@@ -158,7 +158,7 @@ def canonical(call: Call) -> bytes:
 
 
 def parse(data: bytes) -> Recording:
-    """Parse a file's bytes without a last frame cut off, as by `kill -9`. Raises RecordingError."""
+    """Parse a file's bytes, dropping a truncated last frame (`kill -9`). Raises RecordingError."""
     bodies = _frames(data)
     if not bodies:
         is_cut_off = len(data) < _LENGTH.size or _LENGTH.unpack_from(data)[0] <= _MAX_OPENING_BYTES

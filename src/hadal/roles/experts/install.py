@@ -61,8 +61,8 @@ class Installation:
     def stage_plans(
         self, placement: Placement, addresses: Mapping[int, Address]
     ) -> dict[int, StagePlan]:
-        """Return rank -> StagePlan to send, and wait for these ranks. Empty if only the split
-        changes; the installation is then READY at once.
+        """Return rank -> StagePlan to send, and expect answers of these ranks. Empty if only the
+        split changes; the installation is then READY immediately.
         """
         before = placement.slot_to_expert_LRS[self.layer]
         missing = {

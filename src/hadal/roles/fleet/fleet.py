@@ -98,7 +98,7 @@ class Fleet:
 
     # ---- events ----
     def start(self, now_s: float) -> list[FleetEffect]:
-        """Return the first effects: start the floor, and offer the other nodes to other work."""
+        """Return the first effects: start the minimum of units, and offer the unused nodes."""
         self._out.clear()
         self._go_on(now_s)
         return [*self._out]

@@ -28,7 +28,7 @@ class Came:
     delivers: tuple[Deliver, ...]
     """Deliveries to requests that continue."""
     ended: tuple[tuple[Record, tuple[Token, ...]], ...]
-    """Requests that drew their last token, with their tokens of the message; their slots are free.
+    """Requests that drew their last token, with their tokens of the message; the unit frees them.
     """
     gaps: tuple[Record, ...]
     """Requests with a missing token."""

@@ -56,8 +56,8 @@ class RankHoldings:
         self._block_to_attempt_id: dict[int, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         self._unfetched: set[int] = set()
-        """Blocks read from disk or copied from another pool that no step has fetched yet. If the
-        cache is not the pool, the cache lacks them.
+        """Blocks read or copied into the pool that no step has fetched yet. A KV cache separate
+        from the pool lacks them.
         """
         self._fetching: deque[set[int]] = deque()
         """Blocks that each step in flight fetches, oldest step first. A step may never run."""

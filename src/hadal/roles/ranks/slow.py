@@ -37,7 +37,7 @@ class _MeasuredSteps:
     waits_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     """(host, other host) -> seconds that the first waited for the second."""
     trips_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Host -> sum of the seconds of its round trips."""
+    """Host -> seconds that its steps' plans and answers were on the wire, summed."""
     num_trips: Counter[str] = field(default_factory=Counter)
     stepping_s: float = 0.0
     num_steps: int = 0
