@@ -14,15 +14,13 @@ from hadal.core.errors import ConfigError
 from hadal.core.messages.nodes import Address
 
 _MAX_PATH = 107
-"""sockaddr_un.sun_path less its final zero (unix(7))."""
+"""Longest path of a Unix socket in bytes: sockaddr_un.sun_path without its final zero (unix(7))."""
 
 Identity = tuple[int, int]
 
 
 def socket_path(folder: Path, name: str) -> Path:
-    """Return the path of the Unix socket of `name`. Raises ConfigError if it is too long for a Unix
-    socket's address.
-    """
+    """Return the path of `name`'s Unix socket. Raises ConfigError if it exceeds _MAX_PATH bytes."""
     path = folder / f"{name}.sock"
     if len(os.fsencode(path)) > _MAX_PATH:
         raise ConfigError(
@@ -33,7 +31,7 @@ def socket_path(folder: Path, name: str) -> Path:
 
 
 def address_path(folder: Path, name: str) -> Path:
-    """Return the path of the file that holds the node address and port of `name`."""
+    """Return the path of the file with the address at which `name` listens for other hosts."""
     return folder / f"{name}.at"
 
 
@@ -53,6 +51,6 @@ def read_address(path: Path) -> Address:
 
 
 def identity_of(path: Path) -> Identity:
-    """Return a file's identity; a later file of its name has another one. Raises OSError."""
+    """Return (inode, change time in ns); a later file of this name has another. Raises OSError."""
     found = os.stat(path)  # An inode number alone may be reused.
     return found.st_ino, found.st_ctime_ns

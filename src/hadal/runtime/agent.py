@@ -1,12 +1,12 @@
 """Agent of a node: starts, watches and ends the processes that the supervisor, on another host,
 orders for the node.
 
-The agent reads its joining as one JSON line on standard input, because it contains the deployment's
-secret. It reads another line when another supervisor has taken the run over. It makes its own run
-folder: for the processes that it starts, the agent plays the part of the supervisor on their host.
-Every order names all processes that should run, so a lost order does no lasting harm (roles/nodes).
-The agent ends, with all its processes, when the run ends, when another agent has replaced it, or
-when it has received nothing for the deployment's `cluster.lease_s`.
+The agent reads a Joining as one JSON line on standard input, because it contains the deployment's
+secret, and another one when another supervisor has taken the run over. It makes its own run folder:
+for the processes that it starts, the agent plays the part of the supervisor on their host. Every
+order names all processes that should run, so a lost order does no lasting harm (roles/nodes). The
+agent ends, with all its processes, when the run ends, when another agent has replaced it, or when
+it has received no orders for the deployment's `cluster.lease_s`.
 
     python -m hadal.runtime.agent < joining.json
 """
@@ -88,7 +88,7 @@ MAX_LINES_SENT = 200
 _QUICK_S = 0.02
 """Time between polls while a process starts; its address file shows that it listens."""
 _LAST_WORDS_S = 0.2
-"""Time that the output of an ended process may stay open, e.g. because of a child of its own."""
+"""Longest wait for the rest of an ended process's output, which its own child may keep open."""
 _KILL_S = 5.0
 """Time that a killed process may take to disappear."""
 _NICE = -10
@@ -128,7 +128,7 @@ class _NodeProcess:
     """Time at which its end was noticed. Its exit code is reported after its last output line."""
 
     def news(self) -> ProcessNews:
-        """Return the process's state except `waited_s`, which has to be measured (look_at)."""
+        """Return the process's state without `waited_s`, which `look_at` has to measure."""
         return ProcessNews(
             self.order.name,
             self.order.epoch_number,
@@ -139,14 +139,14 @@ class _NodeProcess:
 
 
 class _CodeForks:
-    """Fork server for a node's processes; it has imported the code of one rollout."""
+    """Fork server for a node's processes. It has imported the code of the last rollout."""
 
     def __init__(self, forks: Forks, folder: Path, niceness: int) -> None:
         self._forks = forks
         self._niceness = niceness
         """Niceness of forked processes; the agent's own is lower."""
-        # Its cleanup names the folder only, no pools: other agents of this run may share the host,
-        # and the next run here removes stale pools.
+        # The fork server's cleanup removes only the folder, not the pools: other agents of this run
+        # may share the host, and the next run here removes stale pools.
         self._left = Left([], [str(folder)])
         self._environment = environment()
         self._num_rollouts: int | None = None
@@ -192,9 +192,9 @@ class _Mirror:
         return name in self._names
 
     def write(self, addresses: dict[str, Address] | None) -> None:
-        """Write the addresses of processes elsewhere for this node's processes. None: retry the
-        addresses that could not be written. They may include a process that is about to end here,
-        if its successor runs elsewhere. Raises OSError.
+        """Write the addresses of processes elsewhere, for this node's processes. None: retry the
+        addresses that could not be written. Raises OSError. `addresses` may include a process that
+        is about to end here, if its successor runs elsewhere.
         """
         if addresses is not None:
             self._unwritten = addresses
@@ -207,7 +207,7 @@ class _Mirror:
         self._names, self._unwritten = set(self._unwritten), None
 
     def drop(self, name: str) -> None:
-        """Remove the address of a name that a process of this node has from now on."""
+        """Remove a name's address elsewhere: a process of this node has the name from now on."""
         address_path(self._folder, name).unlink(missing_ok=True)
         self._names.discard(name)
 
@@ -272,7 +272,7 @@ class Agent:
         return 0
 
     def renew(self, joining: Joining) -> None:
-        """Pass on a joining, which may name a new supervisor. Called from another thread."""
+        """Queue a Joining, which may name a new supervisor. Called from another thread."""
         self._renewed.append(joining)
 
     def _join_successor(self) -> None:
@@ -325,7 +325,7 @@ class Agent:
 
     def _start(self, order: ProcessOrder) -> None:
         log.info("starting %s", order.name)
-        # The address at which a process of this name listened elsewhere.
+        # Drop the address at which a process of this name listened elsewhere.
         self._mirror.drop(order.name)
         arguments = [*order.arguments, *epoch_arguments(self._folder, order.epoch_number)]
         told = {"OMP_NUM_THREADS": str(order.threads)}
@@ -442,7 +442,8 @@ class Agent:
 
 
 def _agent_forks() -> Forks:
-    # The last module is repeated, so that no import is left for the time without fork requests.
+    # Repeat the last module, which is imported only after a time without forks: all are imported
+    # now.
     return Forks(environment(), (*UNIT_MODULES, UNIT_MODULES[-1]))
 
 

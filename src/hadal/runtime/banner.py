@@ -97,7 +97,7 @@ class Banner:
                     yield name, "starts when the fleet needs it"
                 continue
             if name == CONSOLE:
-                continue  # It starts when the others are ready; people need its address.
+                continue  # It starts last; the row `pages` has its address.
             text = f"pid {process.pid}" if process.pid else "starts when its node is found"
             if process.role in ROLES and rank is None:
                 units = units_of(deployment, process.role)
@@ -127,7 +127,7 @@ class Banner:
 
 
 def log_status(status: Status) -> None:
-    """Log the status as two structured lines, for logs that programs read."""
+    """Log the start, or that all processes are ready, as one structured line."""
     known = fields(
         url=status.url, pids={name: process.pid for name, process in status.processes.items()}
     )

@@ -1,11 +1,11 @@
-"""Files and batches of tenants, in SQLite or PostgreSQL: the lines of each batch, and their answers.
+"""Files and batches of tenants, in SQLite or PostgreSQL: each batch's lines, and their answers.
 
     validating --begin: a row for each line--> in_progress --all answered--> finalizing --> completed
         └──> failed                                 ├──> cancelling ──> cancelled
                                                     └──> expired
 
 A line's answer is written once; a second write changes nothing. So each custom_id is in the output
-once, whichever process died when. The line's cost is written in the same transaction, and dropped
+exactly once, even after crashes. The line's cost is written in the same transaction, and dropped
 once the ledger has it. A batch ends in one transaction, which makes its output files, sets its
 status and drops its lines. Contents are stored in the database in pieces, so that gateways on every
 host can read them. The store connects, and makes the tables, at its first use. Does not depend on
@@ -53,13 +53,11 @@ _LOCK = 0x48414442
 MAX_CHARGES = 4096
 """Number of charges (costs of written lines) read at once."""
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
-"""Purposes of files."""
+"""Purposes of files: an upload for a batch, and a file that a batch has made."""
 
 
 class _Name(sa.TypeDecorator[str]):
-    """Text column for names that clients choose. PostgreSQL rejects null characters in a text; they
-    are replaced, and no stored name has one.
-    """
+    """Column for clients' texts. U+FFFD replaces null characters, which PostgreSQL rejects."""
 
     impl = sa.String
     cache_ok = True
@@ -177,9 +175,8 @@ class BatchLine:
 
 
 def batches_url(asked: str, ledger: str, port: int) -> str:
-    """Return the database URL of batches. `asked` is a URL as in ledger_url; "auto" means beside
-    the ledger: an own file in the same folder, or the same database of a server. "": no batches.
-    Raises LedgerError.
+    """Return the database URL of batches. `asked` is a URL as in ledger_url; "auto": a file beside
+    the ledger's, or the ledger's database on a server. "" means no batches. Raises LedgerError.
 
     Servers may share a ledger, but not batches: another server has other tenants and models. So the
     file name contains this server's `port`.
@@ -254,7 +251,7 @@ class BatchStore:
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
         """Delete a tenant's file; False if the tenant has none with this id. A batch that has begun
-        does not need its input file any more.
+        has a copy.
         """
         with self._begin() as connection:
             chosen = (_files.c.id == file_id) & (_files.c.tenant == tenant)
@@ -303,7 +300,7 @@ class BatchStore:
             _move(connection, batch.id, FAILED, now_s, errors=_text(errors))
 
     def begin(self, batch: BatchRow, lines: Iterable[BatchLine], now_s: int) -> None:
-        """Store the lines of a validated batch, to be answered from now on."""
+        """Start a validated batch and store its lines, unless it was cancelled meanwhile."""
         rows = [
             {
                 "batch_id": batch.id,
@@ -315,12 +312,11 @@ class BatchStore:
             for line in lines
         ]
         with self._begin() as connection:
-            # False if the batch was cancelled meanwhile.
             if _move(connection, batch.id, IN_PROGRESS, now_s, num_total=len(rows)):
                 connection.execute(sa.insert(_lines), rows)
 
     def waiting(self, batch_id: str, after: int, limit: int) -> list[BatchLine]:
-        """Return lines after number `after` that have no answer, in order."""
+        """Return at most `limit` unanswered lines with numbers above `after`, in order."""
         chosen = (_lines.c.batch_id == batch_id) & (_lines.c.number > after)
         chosen &= _lines.c.answer.is_(None)
         columns = (_lines.c.number, _lines.c.custom_id, _lines.c.body)
@@ -380,8 +376,8 @@ class BatchStore:
     def end(
         self, batch: BatchRow, status: str, now_s: int, file_ids: tuple[str, str], expired: bytes
     ) -> BatchRow | None:
-        """End a batch with the answers so far, and return it; None if its status does not permit
-        this one. `file_ids` are the ids of its output and error files, made only if they have
+        """End a batch with the answers so far, and return it; None if its status cannot change to
+        `status`. `file_ids` are the ids of its output and error files, made only if they have
         lines. `expired` is the answer for lines without one; b"" leaves such lines out.
         """
         mine = _batches.c.id == batch.id
@@ -487,7 +483,7 @@ def _make_private(path: Path) -> None:
 
 
 def _lock(connection: sa.Connection, name: str) -> None:
-    """Hold a lock of this name until the transaction's end."""
+    """Lock a name until the transaction's end."""
     if connection.dialect.name == "postgresql":  # SQLite's transaction is exclusive already.
         asked = sa.text("SELECT pg_advisory_xact_lock(:key, hashtext(:name))")
         connection.execute(asked, {"key": _LOCK, "name": name})
@@ -521,8 +517,8 @@ def _in_pieces(contents: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _answers(connection: sa.Connection, batch_id: str, *, is_error: bool) -> Iterator[bytes]:
-    """Yield the lines of an output file, reading a few rows at a time. Each answer is stored as the
-    text after the custom_id.
+    """Yield the lines of an output or error file, reading 256 rows at a time. A stored answer is
+    the text of its line after the custom_id.
     """
     after = -1
     while True:

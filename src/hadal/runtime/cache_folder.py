@@ -19,7 +19,7 @@ from hadal.runtime.amounts import gb
 from hadal.runtime.memory import MemoryPlan
 
 _FORGIVEN_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors after which the folder is still of use: it may have space later, or blocks to read."""
+"""Errors after which the folder is still useful: it may have space later, or blocks to read."""
 
 
 def absolute_folder(folder: str) -> str:
@@ -114,9 +114,9 @@ def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
 
 
 def _held_bytes(folder: Path) -> int:
-    """Return the bytes that the folder's files occupy; they are overwritten, not added to."""
+    """Return the bytes that the folder's files occupy; new blocks will overwrite them."""
     held_bytes = 0
     for path in folder.glob("*"):
         with contextlib.suppress(FileNotFoundError):  # Another deployment removed it meanwhile.
-            held_bytes += path.stat().st_blocks * 512  # stat(2)
+            held_bytes += path.stat().st_blocks * 512  # Unit of st_blocks (stat(2)).
     return held_bytes

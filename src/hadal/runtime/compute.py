@@ -29,11 +29,11 @@ MAX_FORMS_IN_FLIGHT = 16
 leader that asks for more than this is broken.
 """
 FOLLOWS_S = 0.05
-"""A rank's step plan does not state whether it follows the last step. It is taken to follow if it
-arrives within this time of that step's end.
+"""Step plans of ranks do not state if they follow the last step. A plan that arrives within this
+time of that step's end counts as following.
 """
 IDLE = "idle"
-"""Name of the op time of a rank's idle time before the step, spent on planning and messages."""
+"""Name under which op times list the idle time before a step (planning and messages)."""
 _SMOOTHING = 0.1
 
 
@@ -47,7 +47,7 @@ class Compute:
         called once in that thread, before the first plan.
         """
         self.overhead_ms = 0.0
-        """Smoothed idle time of the runner per step while there was work."""
+        """Smoothed idle time of the runner between consecutive steps, in ms."""
         self._runner = runner
         self._num_in_flight = 0
         self._num_forms = 0
@@ -81,9 +81,7 @@ class Compute:
         self._worker.submit((plan, follows, self._formation))
 
     def form(self, plan: FormPlan) -> None:
-        """Abort the running plan, void the queued ones, and form the formation. Needs a runner with
-        `abort`.
-        """
+        """Abort the running plan, void queued ones, and queue a formation. Needs `runner.abort`."""
         if self._num_forms >= MAX_FORMS_IN_FLIGHT:
             raise InvariantError(
                 f"formation {plan.formation}: {MAX_FORMS_IN_FLIGHT} formations are being formed"
@@ -110,12 +108,12 @@ class Compute:
         return done
 
     def busy_s(self) -> float:
-        """Return how long the running step has been running; 0 if none is."""
+        """Return for how many seconds the current plan has run; 0 if none runs."""
         since_s = self._busy_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the running step finish and end the thread. False if that exceeds `timeout_s`."""
+        """Let the running step finish and end the thread. False if `timeout_s` is too short."""
         return self._worker.stop(timeout_s)
 
     def _run(self, item: tuple[StepPlan | FormPlan, bool, int]) -> StepDone | Formed:

@@ -28,8 +28,8 @@ class CoreUse:
         """Thread of this process -> seconds that it had run, at the last call."""
 
     def by_others(self, now_s: float, cores: Sequence[int]) -> float | None:
-        """Return the share of the cores' time that other processes used, 0 to 1. The first call
-        returns 0; None if the system does not count it.
+        """Return the share of the cores' time that other processes used since the last call, 0 to
+        1. 0 on the first call; None if /proc has no such numbers.
         """
         try:
             busy_s, ran = core_seconds(_STAT), thread_seconds(_TASKS)

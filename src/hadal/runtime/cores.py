@@ -4,8 +4,8 @@
                                  decode-0     cores 2 3
                                  decode-1     cores 0 1      wraps around at the last core
 
-A rank gets no cores if it has one thread, more threads than cores, a GPU, or none of our kernels.
-The operating system then places its threads. The needed data are available on Linux only.
+A rank gets no cores if it has one thread, more threads than cores, a GPU, or plain torch instead of
+our kernels. The operating system then places its threads. Works on Linux only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Accelerators of this machine, found without loading torch. The supervisor decides with this, and
-ranks use it.
+"""Accelerators of this machine, found without loading torch. The supervisor plans with them, and
+each rank takes one.
 
-Supports NVIDIA's tools only. A machine without them, or a torch without CUDA, has no GPUs.
+Finds NVIDIA GPUs only, and none without nvidia-smi or with a torch without CUDA.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from hadal.runtime.headers import MAX_HEADER_BYTES, weight_files
 FINGERPRINT_BYTES = 16
 WHOLE_BYTES = 16 * 1024 * 1024
 NUM_SAMPLES = 64
-"""Minimum number of samples of a larger file; spread over it if it has fewer tensor pieces."""
+"""Minimum number of samples of a larger file, spread over it if it has fewer tensor pieces."""
 SAMPLE_BYTES = 4096
 PIECE_BYTES = 16 * 1024 * 1024
 NUM_THREADS = 16
-"""Concurrent reads. A disk serves as many at once; over a network, each takes a millisecond."""
+"""Number of files read at the same time. Over a network, each read takes about a millisecond."""
 
 
 def fingerprint_of(

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
 PAUSE_S = 0.02
-"""Seconds of a pause after each PIECE_BYTES: at most 200 MB/s."""
+"""Pause after each PIECE_BYTES, in seconds. It limits reading to about 210 MB/s."""
 _LOWEST_PRIORITY = 19
 """Largest nice value of Linux."""
 # A value is infinite or NaN if all its exponent bits are set; in FP8 E4M3 all bits but the sign,

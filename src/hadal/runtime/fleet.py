@@ -1,7 +1,7 @@
 """Executor of the fleet role: starts and stops units' processes, here or on nodes, as the role
 decides.
 
-Makes no decisions. A process that is not wanted rests: its child exists and does not run.
+Makes no decisions. An unwanted process rests: its `Child` object exists, but no process runs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from hadal.runtime.topology import unit_and_rank
 log = logging.getLogger("hadal.fleet")
 
 STOP_S = 10.0
-"""Time from SIGTERM to SIGKILL, seconds. The unit is drained by then; only its last writes to disk
-remain.
-"""
+"""Seconds from SIGTERM to SIGKILL. A drained unit has only its last disk writes left to do."""
 
 
 class FleetExecutor:
@@ -184,7 +182,7 @@ class FleetExecutor:
                 log.info("keeping %s", unit)
 
     def _why(self, step: str) -> str:
-        """Return the reason of the last decision as text, if it was such a step; else empty. Units
+        """Return the reason of the role's last decision, if that was this `step`; else "". Units
         that died are replaced without a decision.
         """
         decision = self._role.need.decision

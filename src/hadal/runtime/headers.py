@@ -33,7 +33,7 @@ class StoredWeights:
 
     @property
     def precision(self) -> str:
-        """Return the dtype with the most bytes."""
+        """Return the dtype with the most bytes; "empty" if there are no tensors."""
         return max(self.dtype_to_bytes, key=self.dtype_to_bytes.__getitem__, default="empty")
 
 

@@ -41,7 +41,7 @@ decode steps.
 _MAX_WAIT_S = 0.5
 _TELL_REFUSED_S = 2.0
 _TELL_AGAIN_S = 20.0
-"""Time between repeated reports: a restarted gateway gets them too."""
+"""Seconds between repeated reports of the same numbers, for a gateway that was restarted."""
 _STOP_S = 2.0
 
 
@@ -128,7 +128,7 @@ class UnitHost:
         while not self._stopping:
             messages = self._wire.receive(self._wait_s())
             if self._clear_wake():
-                self._take_news()  # Before a failed step: the news names the rank at fault.
+                self._take_news()  # Before results: the news names a failed step's rank.
             results = self._compute.take() if self._compute else []
             beside = self._side_work.take()
             self._step_ended = bool(results)

@@ -79,7 +79,7 @@ def is_same(found: Deployment, asked: Deployment) -> bool:
 
 
 def _differences(one: msgspec.Struct, other: msgspec.Struct, path: str = "") -> list[str]:
-    """Return the names of fields that differ."""
+    """Return the dotted names of the fields that differ."""
     names = []
     for name in one.__struct_fields__:
         mine, theirs = getattr(one, name), getattr(other, name)

@@ -117,8 +117,8 @@ def _run(resolved: Resolved, options: Options) -> tuple[Run, Joining | None]:
 
 @contextmanager
 def _console_listener(deployment: Deployment) -> Iterator[socket.socket | None]:
-    """Yield the listening socket for the pages; None if they are off. A port in use never keeps a
-    server from starting: another port is taken.
+    """Yield the listening socket for the pages; None if they are off. If the port is in use,
+    another one is taken, so that the server starts.
     """
     if deployment.console.mode == OFF:
         yield None
@@ -155,7 +155,7 @@ def _clear_run(folder: Path) -> None:
 
 @contextmanager
 def _run_folder(asked: Path | None) -> Iterator[Path]:
-    """Make the folder of sockets and status files, for this user alone."""
+    """Yield the run folder, private to this user. Afterwards remove at least its secrets."""
     if asked is not None:
         make_private(asked)
         if is_heard(asked / f"{SUPERVISOR}.sock"):

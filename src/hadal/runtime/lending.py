@@ -34,9 +34,9 @@ class Lending:
         self._wire = wire
         self._kept: frozenset[Group] = frozenset(groups if adopts else ())
         self._found_s: dict[Group, float] = {}
-        """Group -> time since which its nodes are found; an agent is expected on each."""
+        """Group -> time since which it is found; each of its nodes should have an agent."""
         self._complaint = self._told = ""
-        """Current complaint, and the complaint that `complaint` last saw."""
+        """Current complaint, and the one at the last call of `complaint`."""
         self._asked_s, self._heard_s = -math.inf, math.inf
         self._is_silent = False
 

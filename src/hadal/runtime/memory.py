@@ -62,8 +62,8 @@ class RankMemory:
     new layer are in memory.
     """
     kept_bytes: int = 0
-    """Bytes of hidden states that all slots keep for the MTP module, one block each, in FP32
-    (model/drafts).
+    """Bytes of hidden states that all request slots keep for the MTP module, one block each, in
+    FP32 (model/drafts).
     """
     spare_bytes: int = 0
     """Bytes reserved for experts that a rank takes over when a node of its unit is lost; 0 in a
@@ -139,9 +139,9 @@ def plan_memory(
     is_plain: bool = False,
     room: Room | None = None,
 ) -> MemoryPlan:
-    """Choose the blocks of each pool. `deployment.device` must be resolved, not "auto"; `stored`:
-    see `precision_of`. `is_plain`: there are no kernels, and torch computes in FP32. `room`: see
-    `pool_blocks`.
+    """Choose the number of blocks of each pool. `deployment.device` must be resolved, not "auto";
+    `stored`: see `precision_of`. `is_plain`: there are no kernels, and torch computes in FP32.
+    `room`: see `pool_blocks`.
 
     Raises ConfigError if a pool could not hold one token's block, if experts do not divide by
     ranks, or if a rank does not fit in `device_memory_gb`.
@@ -221,7 +221,7 @@ def ranks_in_fp32(
     """Return the memory of a prefill and a decode rank with plain torch ops, which keep weights and
     KV in FP32 on any device.
 
-    `kv_blocks`: blocks of each rank, if the deployment's are not filled in.
+    `kv_blocks`: blocks per rank; 0: as the deployment sets them.
     """
     prefill, decode = (
         _rank_memory(kind, deployment, config, Precision(), kv_blocks or units.kv_blocks)
@@ -231,7 +231,7 @@ def ranks_in_fp32(
 
 
 def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
-    """Return a rank's replicas per MoE layer. Raises ConfigError naming counts that divide evenly."""
+    """Return a rank's replicas per MoE layer. Raises ConfigError if they are uneven or too many."""
     total = config.n_routed_experts + units.redundant_experts
     if total % units.ranks:
         below = total // units.ranks * units.ranks - config.n_routed_experts
@@ -306,7 +306,7 @@ def _rank_memory(
     if num_drafts_max(deployment, config):
         of_module, norms, gates_of_module, num_experts = module_parameters(config)
         others += norms
-        if kind == PREFILL:  # It only writes the module's KV entries.
+        if kind == PREFILL:  # Prefill only writes the module's KV entries.
             matrices += config.hidden_size * (2 * config.hidden_size + config.latent_dim)
         else:
             matrices, gates = matrices + of_module, gates + gates_of_module
@@ -330,16 +330,16 @@ def _rank_memory(
 
 
 def num_spare_slots(units: UnitsConfig, num_slots: int) -> int:
-    """Return the replicas per layer that each surviving rank must take at most when a node is lost:
-    all that the node's ranks held, if no other rank holds any of them.
+    """Return the largest number of replicas per layer that each surviving rank takes over when a
+    node is lost: an even share of the node's replicas. 0 if no rank survives.
     """
     survivors = units.ranks - units.ranks_per_node
     return math.ceil(units.ranks_per_node * num_slots / survivors) if survivors > 0 else 0
 
 
 def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
-    """Return the bytes of the fixed buffers in low-latency mode; in normal mode, of the messages of
-    two micro-batches with evenly spread routing.
+    """Return the bytes of the fixed buffers in low-latency mode; in normal mode, of a step's
+    messages with evenly spread routing.
     """
     units: UnitsConfig = getattr(deployment, kind)
     if units.ranks == 1:

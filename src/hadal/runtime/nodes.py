@@ -129,7 +129,9 @@ class _Fitness:
         """Node -> why its results would differ."""
 
     def look(self, news: NodeNews) -> None:
-        """Compare a node's versions with the first node's; a node that differs starts nothing."""
+        """Compare a node's versions with ours, and its CPU with the first node's; if they differ it
+        starts nothing.
+        """
         self._versions.setdefault("cpu", news.versions.get("cpu", ""))
         other = [
             f"{name} {news.versions.get(name, 'none')!r} there and {expected!r} elsewhere"
@@ -222,7 +224,7 @@ class LiveNodes:
         self._wire = wire
         self._nodes = Nodes(sum(map(len, groups)), deployment.cluster.node_timeout_s)
         self._processes: dict[str, Elsewhere] = {}
-        """Process name -> its latest epoch."""
+        """Process name -> process of its latest epoch."""
         self._shown: tuple[str, tuple[NodeStatus, ...]] = "", ()
 
     @property
@@ -369,7 +371,7 @@ class LiveNodes:
         self._nodes.num_rollouts += 1
 
     def why_lost(self, name: str) -> str:
-        """Return why a process is over if no exit code explains it; else empty."""
+        """Return why a process has ended if no exit code explains it; else empty."""
         elsewhere = self._processes.get(name)
         return elsewhere.process.reason if elsewhere is not None else ""
 
@@ -390,7 +392,7 @@ class LiveNodes:
             self._wire.send(self._nodes.nodes[elsewhere.node].agent, Suspect(name))
 
     def pump(self, timeout_s: float) -> None:
-        """Handle only agents' messages, for the end of the run."""
+        """Receive and handle only agents' messages, while the run ends."""
         for message in self._wire.receive(timeout_s):
             if isinstance(message, NodeNews | Printed):
                 self.hear(time.monotonic(), message)
@@ -398,7 +400,7 @@ class LiveNodes:
         self._send_what_was_said()
 
     def close(self) -> None:
-        """Dismiss the agents."""
+        """Order the agents to end, and close all processes' output."""
         self._nodes.dismiss()
         self._send_what_was_said()
         for elsewhere in self._processes.values():

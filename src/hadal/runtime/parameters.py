@@ -22,13 +22,12 @@ class Precision:
 
 
 def precision_of(device: str, config: ModelConfig, stored: str) -> Precision:
-    """Return the precision of values in memory. `stored`: dtype of most of the checkpoint; if
-    empty, because it was not read, FP8 as config.json says, else BF16, as the model family is
-    released.
+    """Return the precision of values in memory. `stored`: dtype of most of the checkpoint; empty if
+    it was not read: then FP8 if config.json says so, else BF16, as the model family is released.
 
-    On CPUs, weights stay as stored if kernels can compute from that: FP8 matrices with an FP32
+    On CPUs, weights stay as stored if kernels can compute from them: FP8 matrices with an FP32
     scale per block, and BF16. On GPUs, an FP8 checkpoint is planned for fused kernels: the same
-    weights, and KV in BF16. Everything else is FP32, as it is served; see `ranks_in_fp32`.
+    weights, and KV in BF16. Everything else is FP32, as in serving; see `ranks_in_fp32`.
     """
     kind = stored or ("F8_E4M3" if config.weight_block_size is not None else "BF16")
     is_fp8 = kind == "F8_E4M3" and config.weight_block_size is not None
@@ -51,7 +50,7 @@ def model_bytes(config: ModelConfig, precision: Precision, *, has_drafts: bool) 
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return (all, used by one token) of the main model; serving loads no MTP module."""
+    """Return (all, used by one token) of the main model's parameters, without the MTP module."""
     matrices, others, gates, expert = parameters(config)
     fixed = matrices + others + gates
     num_moe = num_moe_layers(config)

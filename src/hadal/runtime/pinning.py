@@ -38,20 +38,20 @@ class Team(Protocol):
 
     @property
     def threads(self) -> Sequence[int]:
-        """The numbers of its threads but the caller (proc(5))."""
+        """Ids of the team's threads except the caller's (proc(5))."""
 
     def set_pinned(self, is_pinned: bool) -> None:
         """Set whether each of its threads has its own core."""
 
 
 class PinnedTeam:
-    """Binding of one team. A thread that is never bound must make it: its cores are the process's."""
+    """Binding of one team. Made in a thread that is never bound and shows the process's cores."""
 
     def __init__(
         self, choose: Callable[[Sequence[int]], Sequence[int]], make_team: Callable[[], Team | None]
     ) -> None:
-        """`choose` picks the cores, one per thread, from those that the process may use; it may
-        pick none. `make_team` returns the team of the calling thread, or None if it has none.
+        """`choose` picks the cores, one per thread, from the process's allowed cores; it may pick
+        none. `make_team` returns the team of the calling thread, or None if it has none.
         """
         self._choose = choose
         self._make_team = make_team

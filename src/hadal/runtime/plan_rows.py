@@ -41,7 +41,7 @@ Row = tuple[str, str]
 """(name, text); a row without a name continues the row above it."""
 _PRECISIONS = {"F8_E4M3": "FP8 E4M3, block-scaled", "BF16": "BF16", "F32": "FP32", "F16": "FP16"}
 _SHOWN = 8
-"""Units, experts or layers listed one by one; of longer lists, the first ones and a count."""
+"""Longest list of units or experts shown in full; of a longer one, the first ones and a count."""
 
 
 def console_for(file: TextIO) -> Console:

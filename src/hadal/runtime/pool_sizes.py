@@ -1,4 +1,4 @@
-"""Size of each KV pool: as the deployment sets it, else a share of the memory left beside weights.
+"""Size of each KV pool: as the deployment sets it, else a share of the memory that weights leave.
 
 Pure arithmetic. `hadal serve` decides once and writes the blocks into the deployment. So units,
 their restarts and their successors have equal pools, whatever memory is free by then.
@@ -16,12 +16,11 @@ from hadal.core.messages.base import BLOCK_TOKENS
 NUM_SCRATCH_BLOCKS = 1
 """Number of scratch blocks: SCRATCH_BLOCK takes the writes of padding."""
 FIXED_MB = 256
-"""Pool of a rank whose host's memory is unknown. Ranks on other hosts need one common size, and a
-new supervisor must compute the same; a GPU's pool occupies the GPU's memory as well.
+"""Default MiB of a rank's pool on a GPU, in a cluster, or if the host's memory is unknown. Ranks of
+a cluster need one size, which a new supervisor must compute again.
 """
 MEMORY_PARTS = 4
-"""Pools take 1/MEMORY_PARTS of the memory left beside weights and buffers. Processes, the page
-cache and other programs have the rest.
+"""Pools take 1/MEMORY_PARTS of the memory that weights and buffers leave; programs need the rest.
 """
 SHM_PARTS = 2
 """Pools take 1/SHM_PARTS of /dev/shm: a restarted rank reserves its pool while readers may still

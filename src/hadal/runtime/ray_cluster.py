@@ -6,7 +6,7 @@
                       by one, but their nodes boot together
     run               its settings for the nodes and its supervisor, in Ray's own store: the next
                       supervisor takes the run over
-    Ray's head        must keep its state on disk or in Redis; otherwise its end is that of every node
+    Ray's head        must keep its state on disk or in Redis; therwise all nodes end with it
 
 Messages of serving do not go through Ray. Ray notices a dead node after seconds to a minute; Hadal
 has given it up long before (roles/nodes), and the lender only replaces it. Groups and actors are
@@ -154,7 +154,7 @@ class NodeActor:
         """Run agents one after the other. If an agent ends by itself, exit; Ray then restarts this
         actor, here or elsewhere. An agent that lost its supervisor is followed by another, until
         the supervisor is known to be gone; then the nodes are released. A closed port proves that
-        at once; an unreachable host is given LEASES_MAX leases.
+        immediately; an unreachable host is given LEASES_MAX leases.
         """
         lease_s = self._joining.run.deployment.cluster.lease_s
         num_leases = 0
@@ -230,7 +230,7 @@ class RayLender:
 
     @property
     def found(self) -> tuple[Group, ...]:
-        """Return the groups with nodes."""
+        """Groups with nodes that Ray has found."""
         return tuple(group for group, lent in self._lent.items() if lent.has_agents)
 
     def keep(self, run: Run) -> None:
@@ -493,7 +493,7 @@ def _lets_anybody_in() -> bool:
 
 def _actor_name(group: PlacementGroup, index: int) -> str:
     """Return the name of the actor in a bundle, the same for every lender. It contains the group's
-    id: the name of an actor whose group was removed may stay taken.
+    id, because actors of removed groups may keep their names.
     """
     return f"{group.id.hex()}-{index}"
 
@@ -509,8 +509,8 @@ def _selectors(
 
 def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
     """Ask the cluster's autoscaler to keep nodes for all of these bundles. A cluster without
-    autoscaler stores the request and does nothing. This is a hint: pending groups request what it
-    does not bring.
+    autoscaler stores the request and does nothing. This is a hint: pending groups request any node
+    that it does not bring.
     """
     try:
         request_resources(bundles=floor, bundle_label_selectors=_selectors(len(floor), label))
@@ -519,7 +519,7 @@ def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
 
 
 def _told(asked: Joining, node: int, address: str) -> Joining:
-    """Return the joining of another node; it includes API keys only if the node has a gateway."""
+    """Return the Joining for a node; it includes API keys only if the node has a gateway."""
     is_gateways = node in gateway_nodes(asked.run.deployment)
     run = replace(asked.run, address=address)
     keys = (asked.api_keys, asked.api_keys_file) if is_gateways else ("", "")
@@ -531,8 +531,8 @@ def _line(joining: Joining) -> bytes:
 
 
 def _kept(name: str) -> Joining | None:
-    """Return the record of the run of this name: its supervisor and its processes' settings. None:
-    the run has ended, or there was none.
+    """Return the record of the run of this name; None if the run has ended or there was none.
+    Raises ConfigError if another version of Hadal wrote it.
     """
     found = _internal_kv_get(name.encode(), namespace=_NAMESPACE)
     try:
@@ -575,7 +575,7 @@ def _find(name: str, address: str) -> int:
 
 
 def main() -> int:
-    """Lend nodes until told to end; return the exit code."""
+    """Lend nodes until SIGTERM; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--find")
     parser.add_argument("--address")
@@ -594,9 +594,7 @@ def main() -> int:
         )
         signal.signal(signal.SIGTERM, lambda *_: ending.set())
         wanted: tuple[Group, ...] | None = None
-        """Unknown until the supervisor's first message; the earlier lender's groups stay until
-        then.
-        """
+        """Wanted groups; None until the supervisor's first message: until then all groups stay."""
         complaint = ""
         told_s = -math.inf
         while not ending.is_set():

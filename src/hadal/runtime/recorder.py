@@ -86,7 +86,7 @@ class Tape:
         self._append: Callable[[bytes], object] | None = append
 
     def note(self, call: Callable[..., list[Any]], now_s: float, *events: Any) -> list[Any]:
-        """Return the answer of `call(now_s, *events)` and record both; exceptions too, then raised."""
+        """Return the answer of `call(now_s, *events)`; record both. Record and raise exceptions."""
         try:
             effects = call(now_s, *events)
         except Exception as error:

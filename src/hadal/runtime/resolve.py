@@ -83,7 +83,7 @@ def plan(deployment: Deployment, room: Room | None = None) -> Resolved:
     folder = model_folder(deployment.model)
     config = read_model_config(folder, deployment.accept_config)
     found = gpus() if deployment.device == "cuda" else ()
-    # "auto" never takes a GPU: it has no kernels of ours yet, only plain torch ops.
+    # "auto" never takes a GPU, for which Hadal has only plain torch ops yet.
     device = "cpu" if deployment.device == "auto" else deployment.device
     transport = deployment.transport
     if transport == "auto":
@@ -210,8 +210,8 @@ def _check_shared(deployment: Deployment, url: str, table: str, what: str) -> No
 
 
 def why_not_run(resolved: Resolved) -> list[str]:
-    """Return why this host cannot run a valid plan, one sentence each; empty if it can, or if other
-    hosts should.
+    """Return why a valid plan cannot run on this host, or on its cluster if it spans hosts, one
+    sentence each; empty if it can.
     """
     deployment, memory = resolved.deployment, resolved.memory
     if deployment.cluster.spans_hosts:
@@ -391,7 +391,7 @@ def _room_here() -> Room | None:
 
 
 def _with_threads(units: UnitsConfig) -> UnitsConfig:
-    """Give the ranks of one unit all cores: ranks of a unit work at once, units in turn."""
+    """Divide the cores among a unit's ranks here: ranks work at the same time, units in turn."""
     num_ranks_here = min(units.ranks, units.ranks_per_node)
     return msgspec.structs.replace(
         units, threads=units.threads or max(1, num_cores() // num_ranks_here)

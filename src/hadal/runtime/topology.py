@@ -1,8 +1,8 @@
 """Launch plan of a deployment: its processes, their nodes and arguments, and whether this host can
 run them. Pure arithmetic.
 
-A unit that is larger than a node gets its own nodes. Smaller ones share nodes: GPUs are counted,
-while CPU ranks are processes that share one host.
+A unit that fills nodes gets its own. Smaller ones share nodes: GPUs are counted, while CPU ranks
+are processes that share one host.
 """
 
 from __future__ import annotations

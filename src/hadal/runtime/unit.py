@@ -43,7 +43,7 @@ _WITH_RUNNER = "hadal.runtime.rank.host"
 
 
 def main() -> int:
-    """Run the process. Return the exit code: 0 when told to end, EXIT_CONFIG if a restart would not
+    """Run the process. Return the exit code: 0 after SIGTERM, EXIT_CONFIG if a restart would not
     help, else EXIT_FATAL.
     """
     asked = unit_arguments(__doc__)
@@ -93,7 +93,7 @@ def make_host(
 
 
 class Spoken:
-    """RankedLeader with its notes logged and, in its reports, the idle time of its ranks."""
+    """RankedLeader that logs its notes and adds its ranks' idle time to its reports."""
 
     def __init__(self, leader: RankedLeader, calls: RecordedRole) -> None:
         """`calls` is called instead of the leader, and may record the calls (runtime/recorder)."""

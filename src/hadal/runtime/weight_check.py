@@ -28,7 +28,7 @@ class Wanted:
     name: str
     shape: tuple[int, ...]
     is_matrix: bool = True
-    """True if FP8 may store it. Other tensors must be plain."""
+    """True if FP8 may store it. Other tensors must be FP32, BF16 or FP16."""
 
 
 def check_weights(folder: Path, config: ModelConfig) -> str:

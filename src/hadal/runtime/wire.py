@@ -69,7 +69,7 @@ MAX_BATCH = 256
 ACK_S = 0.2
 """Time that an acknowledgement may wait for a message in its direction, to be sent with it."""
 ACK_AFTER = 256
-"""Number of messages after which an acknowledgement is sent at once."""
+"""Number of messages after which an acknowledgement is sent immediately."""
 LOOK_S = 0.1
 """Time between checks for broken connections to other hosts."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
@@ -184,7 +184,8 @@ class ZmqWire:
 
     def receive(self, timeout_s: float) -> list[AnyMessage]:
         """Return received messages, at most MAX_BATCH. If there are none, wait up to `timeout_s`
-        for one or for a `wake_on` descriptor. It may return none earlier, to maintain links.
+        for one or for a `wake_on` descriptor. It may return an empty list earlier, to maintain
+        links.
         """
         messages = self._drain()
         if messages or timeout_s <= 0:
@@ -194,8 +195,8 @@ class ZmqWire:
         return self._drain()
 
     async def receive_async(self, timeout_s: float = 1.0) -> list[AnyMessage]:
-        """Do as `receive`, in an asyncio loop. It may return none before the time is over: the
-        descriptor also becomes readable for other events.
+        """Do as `receive`, in an asyncio loop. It may return an empty list early: the descriptor
+        also becomes readable for other events.
         """
         messages = self._drain()
         if messages or not self._is_drained:

@@ -1,4 +1,4 @@
-"""Threads beside the host's: how they get jobs, and how results return.
+"""Threads other than the host's: how they get jobs, and how results return.
 
     host's thread    submit(job) ...................... take() -> results
     worker's thread          do(job) -> result, wake()
@@ -181,8 +181,8 @@ class Pace:
         self._of_thread = threading.local()
 
     def owed_s(self) -> float:
-        """Return how long the calling thread should rest now; 0: go on. Its work before its first
-        call does not count.
+        """Return the seconds that the calling thread should rest now; 0: none. Its work before its
+        first call does not count.
         """
         worked_s, now_s = time.thread_time(), time.monotonic()
         new_s = worked_s - getattr(self._of_thread, "worked_s", worked_s)

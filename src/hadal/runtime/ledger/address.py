@@ -31,8 +31,8 @@ _DRIVERS = {
 
 
 def ledger_url(asked: str) -> str:
-    """Return the database as a URL, with an absolute path for a file. "" for none: with "off", or
-    with "auto" for a user without a home. Raises LedgerError.
+    """Return the database as a URL, with an absolute path for a file; "" if there is none ("off",
+    or "auto" for a user without a home). Raises LedgerError.
     """
     asked = asked.strip()
     if asked in ("", AUTO):

@@ -49,11 +49,11 @@ class LedgerOutbox:
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.path = path
         self.may_hold = path.exists()
-        """True if rows may wait: of this writer, or of a dead one."""
+        """True if the file may have rows, of this writer or of a dead one."""
         self._max_pages = max(_PAGES_MIN, max_bytes // _PAGE_BYTES)
         self._connection: sqlite3.Connection | None = None
         self._file: os.stat_result | None = None
-        """File of the connection."""
+        """Status of the file that the connection has open."""
 
     def append(self, facts: PackedFacts) -> bool:
         """Store facts durably. Return False if the file is full. Raises OSError or sqlite3.Error if

@@ -1,5 +1,5 @@
-"""The ledger's database: one engine, its settings and deadlines, and its errors, sorted by the
-right reaction.
+"""The ledger's database: one engine, its settings and deadlines, and its errors, divided into
+temporary and permanent ones.
 
 SQLite writes ahead into a log that is flushed at every commit (WAL, synchronous=FULL), and a write
 takes the lock at its beginning, so two processes take turns. Committed facts survive `kill -9` and
@@ -46,7 +46,7 @@ class StoreDown(HadalError):
 
 
 class FactsRefused(HadalError):
-    """Permanent refusal of these facts together by a working database; some may be sound."""
+    """Permanent refusal of facts by a working database; each of them alone may be valid."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Store:
         has_details: bool = True,
         has_spans: bool = False,
     ) -> LedgerWindow:
-        """Read the window as of one instant, with details for each of `by` (stats/report). Raises
+        """Read the window from one snapshot, with details for each of `by` (stats/report). Raises
         LedgerError if there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
         """
         if self._path is not None and not is_file(self._path):
@@ -139,7 +139,7 @@ class Store:
     def read_spent(
         self, day: int, tenants: Collection[str], recent_us: int, ids: list[str]
     ) -> tuple[dict[str, int], list[str], set[str]]:
-        """Read like stats/ledger.read_spent, as of one instant. Raises LedgerError, StoreDown."""
+        """Call stats/ledger.read_spent on one snapshot. Raises LedgerError, StoreDown."""
         if self._path is not None and not is_file(self._path):
             raise LedgerError(f"there is no ledger at {self.place}.")
         with self._begin(is_reading=True) as connection:
@@ -151,9 +151,8 @@ class Store:
         self._engine.dispose()
 
     def _leave_file(self) -> None:
-        """Close a file that is elsewhere now, with all written facts in it: some may be in the log
-        beside its old place, which a new database there would remove. If there is one already, it
-        has removed the log.
+        """Close a file that was moved or removed, after adding the facts in its log (WAL). The log
+        is still at the old path, where a new database would remove it, or has removed it.
         """
         try:
             if self._found() is None:
@@ -167,7 +166,7 @@ class Store:
         self._engine.dispose()
 
     def _found(self) -> tuple[int, int] | None:
-        """Return device and inode of the file at the path; None without one, as for a server."""
+        """Return device and inode of the file at the path; None without one, or for a server."""
         try:
             found = self._path.stat() if self._path is not None else None
         except OSError:
@@ -244,7 +243,7 @@ def _sqlite(url: str) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def take_lock(connection: sa.Connection) -> None:
-        # A report sees one instant, and no writer waits for it.
+        # A reading transaction sees one snapshot, and no writer waits for it.
         is_reading = connection.get_execution_options().get(IS_READING)
         connection.exec_driver_sql("BEGIN" if is_reading else "BEGIN IMMEDIATE")
 

@@ -4,7 +4,7 @@ reports durable ones.
     add --queue, bounded--> thread --one transaction for all in it--> database          kept
                                    --database down--> outbox, a commit; written when it is up again  kept
                                    --outbox full or failing as well--> stays in the queue until either works
-    add with the queue full: lost, counted, one log line for each spell
+    add with the queue full: lost, counted, one log line for each series
 
 Losses: `kill -9` loses the facts added in the last `LINGER_S` and one commit, which are in memory
 only. If database and outbox both fail, facts beyond the queue's limit are lost; the limit is half
@@ -31,13 +31,11 @@ from hadal.stats.ledger import Written
 log = logging.getLogger("hadal.ledger")
 
 LINGER_S = 0.02
-"""Wait of a fact for others, so that they share a commit."""
+"""Seconds that a fact waits for others, so that they share a commit."""
 MAX_WAITING = 65_536
 MAX_BATCH = 2_000
 RETRY_S = (0.5, 30.0)
-"""The first and the longest pause before a failing database is tried again; each is twice the one
-before.
-"""
+"""First and longest pause before a failing database is tried again; pauses double in between."""
 
 Kept = Callable[[Sequence[Fact]], None]
 
@@ -52,7 +50,7 @@ class LedgerCounts:
     num_same: int = 0
     """Facts that were in the database already, with the same values."""
     num_refused: int = 0
-    """Facts with the id of another recorded fact, or refused by the database for good."""
+    """Facts rejected for good, or with the id of a recorded fact that has other values."""
     num_delayed: int = 0
     """Facts that had to wait in the outbox; once written, they are in `num_written`, too."""
     num_lost: int = 0
@@ -169,8 +167,8 @@ class LedgerWriter:
             )
 
     def close(self, timeout_s: float) -> None:
-        """Write the remaining facts, or store them in the outbox, and end the thread. Facts that
-        are not done in time are lost, and that is logged.
+        """Write the remaining facts, or store them in the outbox, and end the thread. Facts not
+        written in time are lost, and that is logged.
         """
         with self._changed:
             self._is_closing = True
@@ -192,7 +190,7 @@ class LedgerWriter:
         while (facts := self._take()) is not None:
             kept = False
             is_due = time.monotonic() >= self._database.retry_at_s
-            # At the end a database that was down may hang: the outbox is tried first.
+            # While closing, a database that was down may hang: try the outbox first.
             if is_due or not facts:
                 kept = self._to_store(facts)
             kept = kept or not facts or self._to_outbox(facts)
@@ -202,8 +200,8 @@ class LedgerWriter:
                 self.on_kept(facts)
             with self._changed:
                 self._num_taken = 0
-                # Both kinds of facts arrive mixed, so a spell of losses ends well below the lower
-                # limit.
+                # Both kinds of facts arrive mixed, so losses count as over only well below the
+                # lower limit.
                 self._is_losing &= len(self._queue) > self._max_waiting // 4
                 if not kept:
                     self._queue.extendleft(reversed(facts))

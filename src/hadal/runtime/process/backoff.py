@@ -16,8 +16,8 @@ _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 10.0
 """After a life longer than this, the back-off of a process begins anew."""
 PUT_OFF_S = 15.0
-"""Rest of a process that should be given up while the others serve, before it is started again.
-Each further rest without readiness in between takes twice as long, up to PUT_OFF_MAX_S.
+"""Seconds that a process rests, while others serve, instead of being given up. Each further rest
+without readiness in between takes twice as long, up to PUT_OFF_MAX_S.
 """
 PUT_OFF_MAX_S = 240.0
 

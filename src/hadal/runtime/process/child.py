@@ -19,7 +19,7 @@ from hadal.runtime.process.relay import OutputRelay
 from hadal.runtime.process.status import ProcessStatus
 
 START_TIMEOUT_S = 600.0
-"""Longest first start without progress. Generous: a big checkpoint is read from a disk."""
+"""Longest time without progress in a first start: a big checkpoint is read from a disk."""
 RESTART_TIMEOUT_S = 60.0
 """Smallest timeout of a process that was ready before. It also gets at least RESTART_FACTOR times
 its longest start.
@@ -98,7 +98,7 @@ class Child:
         """Plan of the next start, while WAITING."""
         self.num_starts = 0
         self.epoch_number = first_epoch_number - 1
-        """Number of its last start."""
+        """Epoch number of the last start."""
         self.is_adopted = False
         """True if another supervisor started the process that runs now."""
         self.last_end = ""
@@ -154,7 +154,7 @@ class Child:
 
     def poll(self, now_s: float) -> int | None:
         """Return the exit code if the process has just ended (negative: by that signal), and plan
-        the next start. None if it has not.
+        the next start. None otherwise.
         """
         if self._process is None:
             return None

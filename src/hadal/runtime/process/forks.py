@@ -111,7 +111,7 @@ def environment() -> dict[str, str]:
 
 
 def _is_readable(fd: int, timeout_s: float) -> bool:
-    """Wait up to `timeout_s` until `fd` is readable. Unlike select(2), poll(2) takes any number."""
+    """Return whether `fd` is readable in `timeout_s`. Unlike select(2), poll(2) takes any fd."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(1000.0 * max(0.0, timeout_s)))
@@ -292,10 +292,10 @@ class Forks:
                 os.close(its_output)
 
     def close(self) -> None:
-        """Kill the fork server: it forks no process any more and clears nothing. Idempotent."""
+        """Kill the fork server, so that it forks no more and removes nothing. Idempotent."""
         if self._socket is None or self._process is None:
             return
-        self._process.kill()  # Kill it before the socket closes: else it would clear.
+        self._process.kill()  # Before the socket closes, or it would remove the run's files.
         self._process.wait()
         self._socket.close()
         self._socket = None

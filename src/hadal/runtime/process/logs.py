@@ -66,7 +66,7 @@ def fields(**known: object) -> dict[str, object]:
 
 
 def about(process: str) -> dict[str, object]:
-    """Return the `extra` of a log call for a line about `process`, which another one may log."""
+    """Return the `extra` of a log call for a line about `process`, perhaps another process."""
     return {_FIELDS: _whereabouts(process)}
 
 
@@ -188,9 +188,9 @@ KEPT_BYTES = 1 << 20
 
 
 class KeptLines:
-    """The last lines of one process, in a file and the one before it. Writing never raises: a
-    failing disk must not stop a process. From any thread: the rest of a process's output may be
-    read while its successor starts.
+    """The last lines of one process, in an older and a newer file. Writing never raises, so a
+    failing disk stops no process. Thread-safe: the end of a process's output may be read while its
+    successor starts.
     """
 
     def __init__(self, folder: Path, process: str) -> None:

@@ -179,8 +179,8 @@ def _unmapped() -> int:
 
 
 def _restrict(descriptor: int) -> None:
-    """Take all permissions from other accounts. Raises OSError if it is not ours, or neither file nor
-    folder.
+    """Take all permissions from other accounts. Raises OSError if the file is not ours, or neither
+    file nor folder.
     """
     found = os.fstat(descriptor)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):

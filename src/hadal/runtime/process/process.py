@@ -41,7 +41,7 @@ EXIT_FATAL = 71
 """Exit code: a bug, the leader or an effect raised."""
 
 EXIT_LEASE = 72
-"""Exit code: an agent received nothing from its supervisor for the length of its lease."""
+"""Exit code: an agent received no orders from its supervisor for the length of its lease."""
 
 MAX_DESCRIPTORS = 1 << 16
 RUN_FILE = "run.json"
@@ -67,7 +67,7 @@ class Run:
 
     run_id: str
     deployment: Deployment
-    """Resolved: no field is left to be derived."""
+    """The resolved deployment: no field is left to be derived."""
     log_level: str = "info"
     log_format: str = TEXT
     fingerprint: str = ""

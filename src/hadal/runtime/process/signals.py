@@ -1,4 +1,4 @@
-"""Signals as bytes on a descriptor, so that one sleep waits for signals and all else.
+"""Signals as bytes on a descriptor, so that one poll waits for signals and all else.
 
 Does not depend on processes or on the effects of a signal.
 """

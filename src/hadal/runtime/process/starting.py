@@ -49,7 +49,7 @@ class Starting:
             log.info("%s", self._text(starting))
 
     def close(self) -> None:
-        """Remove the bar: it is not needed any more."""
+        """Remove the bar; later starts are logged."""
         self._has_bar = False
         self._stack.close()
 

@@ -32,9 +32,7 @@ class ProcessStatus:
     host: str = ""
     """Host of its last start; empty for the supervisor's own host."""
     cores: tuple[int, ...] = ()
-    """Logical cores for its computing threads, one each, used while no other process wants them;
-    empty: none.
-    """
+    """Logical cores, one per computing thread, used while other processes leave them free."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class RolloutStatus:
     num_units: int
     """Number of units to replace in all."""
     num_left: int
-    """Number of units without a replacement that is up."""
+    """Number of units that have no ready replacement yet."""
     num_failed: int = 0
     """Number of failed starts in a row: while it is above 0, no other unit is replaced."""
 

@@ -90,5 +90,5 @@ class Watch:
         return frozen
 
     def why(self, name: str) -> str:
-        """Return what was seen of a frozen process, for the log; empty if that is nothing."""
+        """Return the observations of a frozen process as text for the log; may be empty."""
         return self._suspects.why(name)

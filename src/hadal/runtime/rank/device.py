@@ -1,7 +1,7 @@
 """The device of a rank's process: acquired, checked, and set to full precision.
 
-KV and activations are FP32 on every device so far. On a GPU, weights are FP32 too, so that it makes
-the CPU's greedy tokens. Ops on a GPU are plain torch; BF16 and FP8 come with fused kernels, and
+KV and activations are FP32 on every device so far. On a GPU, weights are FP32 too, so that greedy
+tokens equal the CPU's. Ops on a GPU are plain torch; BF16 and FP8 come with fused kernels, and
 `--dry-run` plans their memory for an FP8 checkpoint. Independent of models and units.
 """
 

@@ -220,8 +220,8 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
 def make_group(
     run: Run, rank: int, epoch: str, news: News, *, folder: Path, device: str = "cpu"
 ) -> MeshGroup | TorchGroup:
-    """Make the group for exchanges with the peers. `folder`: meeting place of the unit's ranks.
-    Raises ConfigError if there is no such transport.
+    """Make the group for exchanges with the peers. `folder`: there the unit's ranks find each
+    other. Raises ConfigError if there is no such transport.
 
     The mesh reports a broken connection to `news` at once. Torch's groups notice a lost peer only
     in an exchange with it; an idle rank gets the news from the leader.

@@ -50,8 +50,8 @@ class News:
             self.wake()
 
     def forming(self, plan: FormPlan) -> None:
-        """Note that the leader begins a formation. A former member that is missing in it is noted
-        as lost, unless it was before.
+        """Note that the leader begins a formation. Note as lost each former member that it leaves
+        out.
         """
         if plan.formation <= self._formation:
             return
@@ -74,8 +74,8 @@ class News:
         return RankProgress(runner.num_ops, runner.is_computing, lost)
 
     def _say(self) -> None:
-        """Log the noted losses, from the host's thread. If the whole run ends, that thread is
-        stopping before it notices peers that ended first, and logs nothing.
+        """Log the noted losses, from the host's thread; none while the host stops, because at the
+        end of a run peers end in any order.
         """
         with self._lock:
             unsaid, self._unlogged = self._unlogged, []

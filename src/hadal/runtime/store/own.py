@@ -23,9 +23,9 @@ from hadal.runtime.store.troubles import Troubles
 GROW_PAUSE_S = 30.0
 """Pause after a segment could not be adopted or created."""
 _SEQUENCE_MAX = 1 << 62
-"""Limit that counting never reaches, but the sequence of a damaged record may."""
+"""Upper limit of valid sequences in damage marks: counting never reaches it, a corrupt mark may."""
 POLL_S = 2.0
-"""Time between two looks at readers' marks in the segments, while blocks are written."""
+"""Seconds between reads of readers' marks in the segments, while blocks are written."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Block:
     sum: bytes
     row: int
     location: DiskLocation | None = None
-    """Its place on disk, from `place`; None if it has none. Until it is synced it may be lost."""
+    """Disk location that `place` assigned, or None. A crash before `sync` may lose the block."""
     is_new: bool = False
     """True if the block has to be written, False if it was on disk before."""
     sequence: int = 0
@@ -229,7 +229,7 @@ class OwnBlocks:
         is_whole = segment.is_good(records)
         (slots,) = np.nonzero(is_whole & (damaged != records[:, SEQUENCE]))
         good = records[slots]
-        segment.tell_change()  # Its last writer may have died before it did that.
+        segment.tell_change()  # The dead writer may not have announced its last change.
         is_empty = ~records.any(axis=1)
         num_damaged = len(records) - int(is_empty.sum()) - len(slots)
         if num_damaged:

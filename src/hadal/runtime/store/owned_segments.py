@@ -2,7 +2,7 @@
 beyond its share.
 
 Deletes only dead writers' segments of its own model, and only while all segments of that model
-together exceed the deployment's budget; the oldest first. Does not depend on the places of blocks.
+together exceed the deployment's budget, oldest first. Independent of the slots of blocks.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ _PRIME = np.uint64(0x9E3779B185EBCA87)
 _SHIFT = np.uint64(29)
 MAX_SEGMENT_SLOTS = 1 << 24
 _PREAD_MAX = 1 << 30
-"""Linux moves at most 2 GiB in one call (read(2))."""
+"""Largest number of bytes in one read or write; Linux allows 2 GiB (read(2))."""
 
 
 class SegmentError(HadalError):
@@ -75,7 +75,7 @@ class SegmentTakenError(SegmentError):
 
 
 class OtherModelError(SegmentError):
-    """Mismatch of a whole segment: it is of another model or another shape of blocks."""
+    """Mismatch: a whole segment has blocks of another model or of another size."""
 
 
 class Segment:
@@ -91,7 +91,7 @@ class Segment:
         self.is_owner = is_owner
         self._fd = fd
         self._data_fd = -1
-        """Descriptor for blocks, opened at the first one: readers of tables need none. -1: none."""
+        """Descriptor for blocks, opened when needed: readers of tables need none. -1: not open."""
         self._uses_at, self._damaged_at, self._data_at, self.total_bytes = _layout(
             self.num_slots, self.slot_bytes
         )
@@ -233,7 +233,7 @@ class Segment:
             os.pwrite(self._fd, counts[slot : slot + 1].tobytes(), self._uses_at + 4 * slot)
 
     def damaged(self) -> Words:
-        """Return for each slot the sequence of the record that is no longer valid."""
+        """Return for each slot the sequence of its last record marked as damaged; 0 if none."""
         sequences = np.empty(self.num_slots, dtype="<u8")
         self._read(sequences, self._damaged_at)
         return sequences

@@ -52,8 +52,8 @@ class Troubles:
         )
 
     def note_error(self, what: str, error: Exception) -> str:
-        """Note an exception, and return the error text for the answer. A cause is one kind, in any
-        operation.
+        """Note an exception, and return the error text for the answer. The kind depends on the
+        cause, not on the operation.
         """
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, errno.ENOENT) and not self._folder.exists():

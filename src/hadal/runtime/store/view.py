@@ -40,7 +40,7 @@ LOOK_S = 0.2
 NEWS_BLOCKS = 16384
 """Maximum number of blocks in one DiskNews: a leader processes that number within some milliseconds."""
 FOLDER_S = 60.0
-"""Time in which a folder that was never there is no trouble: writers create it when they are up."""
+"""Seconds after the start in which a missing folder is normal: writers create it once they run."""
 MARKS_MAX = 4096
 """Maximum number of queued marks. More are left out: they are statistics."""
 

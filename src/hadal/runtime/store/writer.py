@@ -3,8 +3,8 @@
     pool -> private buffer, summed -> disk slots in own segments, adjacent ones in one write ->
     fdatasync -> answer
 
-The queue is bounded: beyond its limit a store is refused at once. For a while after a failure of
-the disk all stores are refused. A store without progress is answered as well: the pool's blocks
+The queue is bounded: beyond its limit a store is refused immediately. For a while after a failure
+of the disk all stores are refused. A store without progress is answered as well: the pool's blocks
 were copied before the write, so a late write does not read them. runtime/store/own places the
 blocks.
 """
@@ -40,13 +40,11 @@ class WriteLimits:
     """Limits of the queue for a disk, in bytes and in time."""
 
     queue_bytes: int = 256 * 1024 * 1024
-    """Maximum number of queued bytes. With more, the disk is slower than the steps, and a queued
-    block cannot be used for anything else.
-    """
+    """Maximum number of queued bytes; a queued block of the pool cannot be reused meanwhile."""
     deadline_s: float = 30.0
     """Longest time of a store without progress; then it is answered as failed."""
     pause_s: float = 5.0
-    """Time without tries after a failure of the disk."""
+    """Seconds without new attempts after the disk failed."""
 
 
 @dataclass
@@ -100,7 +98,7 @@ class _Unanswered:
 
 
 class _Pause:
-    """Time without tries, after a failure of the disk."""
+    """Pause in writing after the disk failed."""
 
     def __init__(self, pause_s: float) -> None:
         self.reason = ""
@@ -140,7 +138,7 @@ class DiskWriter:
         """Failure since the present batch began; used by the thread alone."""
         self._has_entered = False
         self._is_late = False
-        """True once the time to stop is over: nothing more is written."""
+        """True once the deadline of `stop` has passed: nothing more is written."""
         self._sweep_at_s = time.monotonic()
         self._buffers = [make_buffer(blocks.shape[1], BUFFER_BYTES) for _ in range(2)]
         self._writing: list[Block] = []

@@ -26,7 +26,7 @@ log = logging.getLogger("hadal.supervisor")
 
 
 class NodeKeeper:
-    """Owner of the request for nodes: the needed ones, and no others."""
+    """Owner of the request for nodes, which names exactly the needed ones."""
 
     def __init__(
         self,

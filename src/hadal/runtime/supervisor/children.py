@@ -54,7 +54,7 @@ class Children:
         return self.nodes is None or not self.nodes.is_adopting
 
     def note_served(self) -> None:
-        """Note that a process became ready, and if requests can be answered by now."""
+        """Update `has_served` after a process became ready."""
         self._has_served = self._has_served or self.can_serve()
 
     def is_here(self, child: Child) -> bool:
@@ -74,17 +74,17 @@ class Children:
         )
 
     def can_serve(self) -> bool:
-        """Return True if a unit of each role works."""
+        """Return True if a unit of each role is ready."""
         units = [child for child in self.all if unit_and_rank(child.name)[1] is None]
         return {unit.role for unit in units if unit.phase is ProcessPhase.READY}.issuperset(ROLES)
 
     @property
     def later_gateways(self) -> list[Child]:
-        """Gateways beside the one with the front."""
+        """Gateways other than the one with the front."""
         return [self.by_name[name] for name in self._later_gateways]
 
     def other_gateways(self) -> list[Child]:
-        """Return the gateways that work, beside the one with the front."""
+        """Return the ready gateways, without the one with the front."""
         return [child for child in self.later_gateways if child.phase is ProcessPhase.READY]
 
     def nodes_in_use(self) -> set[int]:

@@ -51,7 +51,7 @@ class Draining:
         self._end = end
 
     def signalled(self, number: int) -> None:
-        """Begin to drain; at the second signal end at once."""
+        """Begin to drain; at a second signal, end without waiting for streams."""
         if number == signal.SIGCHLD:
             return
         now_s = time.monotonic()
@@ -87,7 +87,7 @@ class Draining:
         """
         self._wire.send(FRONT, Drain())
         if not self._children.other_gateways():  # Else a gateway may still be restarted.
-            # The gateway's copy is the last: when it closes it, connections are refused.
+            # The gateway has the last copy: when it closes that, connections are refused.
             self._listener.close()
 
     def end_if_due(self) -> None:

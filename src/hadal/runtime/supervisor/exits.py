@@ -112,7 +112,9 @@ class Exits:
         self._status.write()
 
     def _put_off_or_end(self, child: Child, now_s: float, code: int, why: str) -> None:
-        """Restart it much later if the server can spare it or has served; else end the run."""
+        """Restart the process much later if it can be spared or the run has served; else end the
+        run.
+        """
         if self._children.has_served or self._can_spare(child):
             rest_s = child.backoff.put_off(now_s)
             log.error(

@@ -14,12 +14,12 @@ from hadal.runtime.process.logs import TEXT
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run. They say how the deployment runs, not what it serves."""
+    """Options of a run. They set how the deployment runs, not what it serves."""
 
     run_folder: Path | None = None
     """Run folder; None: a temporary one, removed at the end."""
     log_dir: Path | None = None
-    """Folder of log files; None: every process writes to this one's stderr, under its name."""
+    """Folder of log files; None: all processes write to the supervisor's stderr."""
     log_level: str = "info"
     log_format: str = TEXT
     api_keys: tuple[str, ...] = ()

@@ -74,14 +74,12 @@ class Rollouts:
         self._fleet = None
 
     def tell(self, message: Demand | UnitUp) -> None:
-        """Send the fleet a message, if there is one."""
+        """Pass a message to the fleet, if the run has a fleet."""
         if self._fleet is not None:
             self._fleet.tell(time.monotonic(), message)
 
     def ended(self, child: Child, now_s: float, reason: str) -> bool:
-        """Report a unit's end to the fleet. Return True if the unit is not wanted, or the unit of
-        an ended rank.
-        """
+        """Report a unit's end to the fleet. Return True if the process was asked to end."""
         if self._fleet is None:
             return False
         if child.name in self._fleet.units:
@@ -93,7 +91,7 @@ class Rollouts:
         return self._fleet is not None and unit in self._fleet.units
 
     def has_other(self, unit: str) -> bool:
-        """Return True if another unit of the same role works."""
+        """Return True if another unit of the same role is ready."""
         return self._fleet is not None and self._fleet.has_other(unit)
 
     def look(self) -> None:

@@ -31,7 +31,7 @@ class RunFiles:
 
     @property
     def run(self) -> Run:
-        """The run, as processes started from now on have to see it."""
+        """Current run, as processes started from now on will read it."""
         return self._run
 
     def replace_run(self, run: Run) -> None:

@@ -78,7 +78,7 @@ class Starter:
         return any([self._start(now_s, child) for child in due])
 
     def _start(self, now_s: float, child: Child) -> bool:
-        """Start a process on its host. Return False if that is missing, or cannot start it yet."""
+        """Start a process on its host. Return False if the host is missing or not ready."""
         has_served = self._children.has_served
         more = (HAS_SERVED,) if child.role == GATEWAY and has_served else ()
         nodes = self._children.nodes

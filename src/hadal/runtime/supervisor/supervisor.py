@@ -187,7 +187,7 @@ class Supervisor:
         return True
 
     def _look(self) -> None:
-        """Have each part do what is due. The order counts: ends are acted on before starts."""
+        """Have each part do what is due. Order matters: ends are handled before starts."""
         if self._keeper is not None:
             self._keeper.look()
             self._rollouts.make_fleet_if_due()
@@ -218,7 +218,9 @@ class Supervisor:
         return min(most_s, max(0.0, min(waits) - time.monotonic())) if waits else most_s
 
     def close(self) -> None:
-        """End every child, first by SIGTERM unless at once, and remove all files they leave."""
+        """End every child, by SIGTERM and after STOP_S (0 s at a second signal) SIGKILL. Remove its
+        files.
+        """
         logging.getLogger().removeHandler(self._kept)
         self._kept.close()
         self._readiness.close()

@@ -50,7 +50,7 @@ class Watching:
     def gateway_spoke(self, heartbeat: GatewayHeartbeat) -> None:
         """Note a heartbeat of a gateway or the console, and the working units named in it."""
         child = self._children.by_name.get(heartbeat.gateway)
-        if child is not None and heartbeat.pid == child.pid:  # Else it is its predecessor's.
+        if child is not None and heartbeat.pid == child.pid:  # Otherwise its predecessor sent it.
             self._gateways.heard(time.monotonic(), heartbeat.gateway)
             self._readiness.ready(heartbeat.gateway)
             for unit in heartbeat.units:

@@ -1,5 +1,5 @@
-"""Pulls of KV: small ones from this host run at once, all others in threads, so that no copy delays
-tokens.
+"""Pulls of KV: small ones from this host run in the host's thread, all others in threads of their
+own, so that no copy delays tokens.
 
 A pull never overtakes an earlier one of its request. One thread at a time pulls from a source, so a
 dead source blocks one thread, and pulls from other sources go on. Depends on leases and own block
@@ -17,8 +17,8 @@ from hadal.runtime.transfer.kv import KvWire
 from hadal.runtime.worker import Worker
 
 INLINE_BYTES = 2 * 1024 * 1024
-"""Largest copy that runs at once. It takes less than a millisecond, the cost of handing it to a
-thread and back on busy cores.
+"""Largest copy that runs in the host's thread. It takes less than a millisecond, the cost of
+handing it to a thread and back on busy cores.
 """
 NUM_THREADS = 4
 """Number of threads, which wait for sockets or copy. With several of them, sources that die
@@ -38,9 +38,7 @@ class Copier:
         self._worker.start()
 
     def submit(self, pull: Pull) -> None:
-        """Begin a pull; `take` returns its outcome. A pull never overtakes an earlier one of its
-        request.
-        """
+        """Begin a pull; `take` returns its outcome."""
         is_inline = (
             not self._num_pending[pull.request_id]
             and len(pull.into) * self._block_bytes <= INLINE_BYTES

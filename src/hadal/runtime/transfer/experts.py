@@ -249,8 +249,8 @@ def _from_host(host: Tensor, into: Tensor) -> None:
 
 
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream that waits for all work queued on the default stream so far: that may still
-    write or read the same memory. Work queued later does not wait for the returned stream.
+    """Return a stream that waits for all work queued on the default stream so far, because it may
+    use the same memory. Work queued later does not wait for the returned stream.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.default_stream(device))

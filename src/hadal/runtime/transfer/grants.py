@@ -1,4 +1,4 @@
-"""Grants: proofs that a lease belongs to a certain reader. A grant travels beside the message that
+"""Grants: proofs that a lease belongs to a certain reader. A grant travels with the message that
 gives the lease to that reader.
 
 The sender of the lease belongs to the deployment and has decided that this reader shall copy these
@@ -68,7 +68,9 @@ class Grants:
         return Grant(lease.block_ids, lease.versions, tag)
 
     def keep(self, message: AnyMessage, tag: bytes) -> None:
-        """Keep the tag that arrived with a message, by the message's lease; drop the oldest."""
+        """Keep the tag that arrived with a message, by the message's lease. Drop the oldest beyond
+        limits.
+        """
         lease = _lease_of(message)
         if lease is None or not tag:
             return
@@ -84,8 +86,8 @@ class Grants:
 
     def of(self, lease: KvLease) -> Grant:
         """Return the grant under which this process may copy the blocks of `lease`: that of the
-        lease itself, or of a larger lease with these blocks, as when prefill has the first of them
-        itself. Empty if there is none.
+        lease itself, or of a larger lease with these blocks, for example if prefill already has the
+        first ones. Empty if there is none.
         """
         tag = self._kept.get(lease)
         if tag is not None:

@@ -10,7 +10,7 @@ Each transport is a KvTransfer (runtime/transfer/transport), and `transfers_to` 
 The reader always copies into its own blocks. After `pull` has returned, nothing more is written to
 them: no late write can land in a block that another request uses by then. With every transport, a
 freed block voids the pull, by the versions in the owner's pool. A source that timed out once is not
-asked for SHUN_S, so that other pulls from it fail at once.
+asked for SHUN_S, so that other pulls from it fail immediately.
 
 Independent of requests.
 """
@@ -47,9 +47,9 @@ class OwnEnd:
     key: bytes
     """Key of the handshake on TCP connections."""
     grants: Grants | None
-    """None: the process has no secret, so it can ask no other process for blocks."""
+    """This process's grants; None: it has no secret, so it can ask no other process for blocks."""
     nixl: NixlAgent | None
-    """None: NIXL is not installed or not wanted."""
+    """This process's NIXL agent; None: NIXL is not installed or not wanted."""
 
 
 class KvWire:
@@ -118,7 +118,7 @@ class KvWire:
         try:
             return self._source(source).is_near
         except PoolError:
-            return True  # Pulls fail at once.
+            return True  # Pulls fail immediately.
 
     def is_on_node(self, source: str) -> bool:
         """Return True if the pool is on this node, over any transport."""
@@ -176,7 +176,8 @@ class _SourcePool:
         self.address = address
         self.transport = ""
         self.transfers = transfers_to(address, own)
-        """Transfers over transports that have not failed, best first. The last is always usable."""
+        """Transfers over transports that have not failed, best first; the last, TCP, stays usable.
+        """
         self._may_fall_back = own.handover == AUTO
         self._peer = self.transfers[0].peer
         self._closing = threading.Event()
@@ -242,7 +243,7 @@ class _SourcePool:
                 transfer.close()
                 if not self._may_fall_back:
                     raise
-                # If the pool's owner is gone, the next transport fails at once too.
+                # If the pool's owner is gone, the next transport fails immediately too.
                 self.transfers = tuple(one for one in self.transfers if one is not transfer)
                 log.warning(
                     "pulls from %s use %s from now on: %s",

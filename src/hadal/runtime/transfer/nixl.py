@@ -38,8 +38,7 @@ log = logging.getLogger(__name__)
 POLL_US = 100_000
 """Longest sleep of the progress thread without an event, microseconds."""
 HALF_BYTES = 4 << 20
-"""Size of half a buffer, but one block at least. Reads fill one half while the other is copied out.
-"""
+"""Size of half a buffer, at least one block. Reads fill one half while the other is copied."""
 MAX_RETIRED = 16
 """Maximum number of buffers set aside because of unfinished reads; then this process pulls over TCP."""
 _PACKAGES = ("nixl_cu13", "nixl_cu12")

@@ -35,18 +35,15 @@ log = logging.getLogger(__name__)
 SILENCE_S = 2.0
 """A peer that sends nothing, or accepts nothing, for this long is dead or frozen."""
 MIN_BYTES_PER_S = 10e6
-"""Slowest rate of a peer: N bytes may take SILENCE_S + N / MIN_BYTES_PER_S, then it is given up. A
-disk is faster.
-"""
+"""Slowest accepted rate: N bytes may take SILENCE_S + N / MIN_BYTES_PER_S. A disk is faster."""
 SHUN_S = 2.0
-"""Time for which a failed peer is not asked, so that other asks to it fail at once. So a process
-waits for silent peers at most half of the time.
+"""Time for which a failed peer is not asked, so that other asks to it fail immediately. So a
+process waits for silent peers at most half of the time.
 """
 IDLE_S = 120.0
 """Connections without asks for this long are closed; a client makes a new one when it needs one."""
 TRIES = 3
-"""Connections over which an ask is tried: an idle one may have been closed, and the next may break.
-"""
+"""Number of connections tried per ask: an idle one may be closed, and the next may break."""
 NIXL_START_S = 6.0
 """Longest silence before the answer to AskNixl: the owner makes its agent at the first such ask,
 which takes long on busy cores.

@@ -1,4 +1,4 @@
-"""KV over shared memory: the source's file is on this host, is mapped once, and is copied from.
+"""KV over shared memory: the source's file, on this host, is mapped once.
 
 Independent of other hosts.
 """
@@ -38,8 +38,8 @@ class SharedMemoryTransfer:
 
 
 def map_pool(address: PoolAddress, *, is_asked: bool) -> KvPool | None:
-    """Map the pool's file if it is on this host. `is_asked`: no other transport may be used. Raises
-    PoolError if the file is not here and no other transport can be used.
+    """Map the pool's file; None if it is not on this host. `is_asked`: no other transport may be
+    used. Raises PoolError if the file is not here and no other transport can be used.
     """
     try:
         mapped = KvPool.open(address.name)

@@ -43,7 +43,7 @@ class KvTransfer(Protocol):
     def open(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        """Prepare the pull of leased blocks. Returns None, or why they cannot be copied. Raises
+        """Prepare the pull of leased blocks. Return None, or why they cannot be copied. Raises
         OSError, BadPeer, PoolError, CannotPull.
         """
         ...
@@ -51,11 +51,12 @@ class KvTransfer(Protocol):
     def pull(
         self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
     ) -> str | None:
-        """Copy leased blocks into own blocks and verify them, after `open`. Returns None, or why the
+        """Copy leased blocks into own blocks and verify them, after `open`. Return None, or why the
         copy is void. Raises what `open` raises.
         """
         ...
 
     def close(self) -> None:
-        """Release what pulls hold. The next `open` acquires it again, where there is a `peer`."""
+        """Release the resources of pulls. The next `open` acquires them again if there is a `peer`.
+        """
         ...
