@@ -1,5 +1,5 @@
-"""Agent of a node: starts, watches and ends the processes that the supervisor, on another host,
-orders for the node.
+"""Agent of a node: starts, watches and ends its processes, as the supervisor on another host
+orders.
 
 The agent reads a Joining as one JSON line on standard input, because it contains the deployment's
 secret, and another one when another supervisor has taken the run over. It makes its own run folder:
@@ -442,8 +442,7 @@ class Agent:
 
 
 def _agent_forks() -> Forks:
-    # Repeat the last module, which is imported only after a time without forks: all are imported
-    # now.
+    # Repeat the last module, which is imported only after a time without forks: import all now.
     return Forks(environment(), (*UNIT_MODULES, UNIT_MODULES[-1]))
 
 
@@ -473,8 +472,7 @@ def main() -> int:
     raise_descriptor_limit()
     forks, niceness = _agent_forks(), os.getpriority(os.PRIO_PROCESS, 0)
     # The supervisor detects a live node by its beats, so the agent runs ahead of the node's
-    # computation where that is permitted. Its processes come from the fork server, which keeps the
-    # old priority.
+    # computation where permitted. The fork server keeps the old priority for the processes.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))

@@ -223,9 +223,7 @@ class BatchStore:
     def files(
         self, tenant: str, purpose: str, after: str, limit: int, *, is_ascending: bool
     ) -> list[FileRow] | None:
-        """Return a page of a tenant's files, newest first unless `is_ascending`; None if the tenant
-        has no file `after`.
-        """
+        """Return a page of a tenant's files, newest first by default; None without file `after`."""
         chosen = _files.c.tenant == tenant
         if purpose:
             chosen &= _files.c.purpose == purpose
@@ -250,9 +248,7 @@ class BatchStore:
             number += 1
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
-        """Delete a tenant's file; False if the tenant has none with this id. A batch that has begun
-        has a copy.
-        """
+        """Delete a tenant's file; False if there is none. Batches that have begun have a copy."""
         with self._begin() as connection:
             chosen = (_files.c.id == file_id) & (_files.c.tenant == tenant)
             if not connection.execute(sa.delete(_files).where(chosen)).rowcount:

@@ -23,9 +23,7 @@ _FORGIVEN_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def absolute_folder(folder: str) -> str:
-    """Return the absolute path of the folder, the same in every working directory; empty stays
-    empty. Raises ConfigError.
-    """
+    """Return the folder's absolute path; "" for "". Raises ConfigError."""
     if not folder:
         return ""
     if "\0" in folder:

@@ -5,8 +5,7 @@ While it computes, the host's thread receives messages, plans the next step and 
 not depend on roles.
 
     plan 1 |#### step 1 ####|      |#### step 2 ####|#### step 3 ####|
-                             ^ idle ^ counts only if step 2 was asked for because of, or before the
-                             end of, step 1
+                             ^ idle ^ ounts only if step 2 follows step 1 (see `submit`)
 
 A FormPlan voids the plans queued before it: steps of the old formation are answered with an error
 and never run.
@@ -68,9 +67,7 @@ class Compute:
         return self._num_in_flight
 
     def submit(self, plan: StepPlan, *, follows: bool) -> None:
-        """Queue a plan. `follows`: the plan follows a finished step, so the time since that step's
-        end is overhead.
-        """
+        """Queue a plan. `follows`: it follows a finished step, and the time since is overhead."""
         if self._num_in_flight >= MAX_STEPS_IN_FLIGHT:
             raise InvariantError(
                 f"step {plan.step_id}: {MAX_STEPS_IN_FLIGHT} plans are in flight already"

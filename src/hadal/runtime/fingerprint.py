@@ -59,9 +59,7 @@ def fingerprint_of(
 
 
 def digest_of_model(folder: Path) -> str:
-    """Return a digest of config.json and the weights as hex digits. Raises CheckpointError if a
-    file cannot be read.
-    """
+    """Return a digest of config.json and the weights, in hex. Raises CheckpointError."""
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
     try:
         _add(digest, (folder / "config.json").read_bytes())
@@ -105,8 +103,7 @@ def _sample_offsets(header: bytes, size: int) -> list[int]:
     data_at = 8 + len(header)
     spans: list[tuple[int, int]] = []
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
-        # If the header is invalid, the model's loader will report it; samples over the whole file
-        # suffice here.
+        # If the header is invalid, the model's loader reports it; samples over the file suffice.
         spans = [
             (data_at + begin, min(data_at + end, size))
             for entry in json.loads(header).values()

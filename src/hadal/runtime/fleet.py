@@ -1,5 +1,4 @@
-"""Executor of the fleet role: starts and stops units' processes, here or on nodes, as the role
-decides.
+"""Executor of the fleet role: starts and stops units' processes, here or on nodes.
 
 Makes no decisions. An unwanted process rests: its `Child` object exists, but no process runs.
 """

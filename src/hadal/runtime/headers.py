@@ -38,9 +38,7 @@ class StoredWeights:
 
 
 def stored_weights(folder: Path) -> StoredWeights | None:
-    """Sum up the headers of all *.safetensors files; None if there are none. Raises CheckpointError
-    naming the file.
-    """
+    """Sum up all *.safetensors headers; None if there are none. Raises CheckpointError."""
     paths = weight_files(folder)
     num_bytes: Counter[str] = Counter()
     for path in paths:

@@ -35,9 +35,7 @@ STEP_DEADLINE_S = 120.0
 end a process with a step that hangs.
 """
 SWITCH_INTERVAL_S = 0.0005
-"""Time that a thread may hold the interpreter while another wants it. The default is 5 ms, several
-decode steps.
-"""
+"""Seconds a thread may hold the interpreter; Python's default, 5 ms, is several decode steps."""
 _MAX_WAIT_S = 0.5
 _TELL_REFUSED_S = 2.0
 _TELL_AGAIN_S = 20.0
@@ -121,9 +119,7 @@ class UnitHost:
         self.wake()
 
     def run(self, first: Sequence[Effect] = ()) -> None:
-        """Apply `first`, then serve until `stop`. Exceptions of the leader, the runner and effects
-        are passed on.
-        """
+        """Apply `first`, then serve until `stop`. Raises errors of leader, runner and effects."""
         self._apply(first)
         while not self._stopping:
             messages = self._wire.receive(self._wait_s())

@@ -1,5 +1,4 @@
-"""Cores and memory that this process may use: the machine's, or less if its control groups set a
-limit.
+"""Cores and memory that this process may use: the machine's, or its control groups' lower limit.
 
 Does not depend on a deployment.
 """
@@ -18,9 +17,7 @@ controller (version 1).
 
 
 def num_cores() -> int:
-    """Return the cores this process may use: by its affinity, or fewer if its control groups limit
-    its time.
-    """
+    """Return the number of usable cores: by affinity, or by its control groups' lower limit."""
     cores = len(os.sched_getaffinity(0))
     for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         for said in _limits("cpu", files):
@@ -36,9 +33,7 @@ def available_bytes() -> int | None:
 
 
 def memory_bytes() -> int | None:
-    """Return all memory of this machine, or the limit of the process's control groups if lower;
-    None if unknown.
-    """
+    """Return the machine's memory in bytes, or its control groups' lower limit; None if unknown."""
     return _at_most_the_limit(_meminfo("MemTotal"))
 
 

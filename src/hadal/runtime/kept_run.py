@@ -56,9 +56,7 @@ def kept_run(cluster: ClusterConfig) -> Joining | None:
 
 
 _MAY_DIFFER = ("model", "model_name", "prefill.threads", "decode.threads")
-"""Fields that may differ: a rollout changes the first two, and the others are derived from the
-cores of a host.
-"""
+"""Fields that may differ: a rollout changes the first two, a host's cores determine the others."""
 
 
 def is_same(found: Deployment, asked: Deployment) -> bool:

@@ -1,5 +1,4 @@
-"""Nodes lent to a run: requests groups of nodes from the lender (node provider), and tracks which
-it found.
+"""Nodes lent to a run: requests groups of nodes from the lender (node provider), and tracks them.
 
 Independent of processes and agents: runtime/nodes runs processes on the nodes.
 """

@@ -1,7 +1,6 @@
 """The HTTP port, opened by the supervisor and used by the gateway, so that it outlives the gateway.
 
-While a crashed gateway restarts, new connections wait in the socket's backlog instead of being
-refused.
+While a crashed gateway restarts, new connections wait in the socket's backlog.
 """
 
 from __future__ import annotations

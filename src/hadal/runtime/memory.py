@@ -1,8 +1,7 @@
-"""The memory plan of a deployment: bytes of weights, KV pools and buffers of each rank, before anything
-starts.
+"""The memory plan of a deployment: bytes of weights, KV pools and buffers of each rank, before
+anything starts.
 
-Pure arithmetic on the deployment and config.json; loads no torch, allocates nothing, and does not
-print.
+Pure arithmetic on the deployment and config.json; loads no torch, allocates nothing.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class RankMemory:
     num_slots: int
     """Expert replicas per MoE layer."""
     fixed_bytes: int
-    """Bytes of weights that every rank has: attention, shared expert, dense FFNs, gate, embedding
-    and head.
+    """Bytes of weights on every rank: attention, shared expert, dense FFNs, gate, embedding, head.
     """
     expert_bytes: int
     kv_blocks: int
@@ -258,9 +256,7 @@ def max_step_tokens(kind: str, deployment: Deployment, config: ModelConfig) -> i
 
 
 def mode_of(kind: str, units: UnitsConfig) -> str:
-    """Return the dispatch mode: as the deployment file sets it, else normal in prefill and
-    low-latency in decode.
-    """
+    """Return the dispatch mode; by default normal in prefill, low-latency in decode."""
     return units.mode or ("normal" if kind == PREFILL else "low_latency")
 
 

@@ -1,5 +1,4 @@
-"""Checks that the mapped files of the model are the files of the server's start, and that they do not
-change.
+"""Checks that the model's mapped files are those of the server's start, and do not change.
 
 Reading a page beyond the end of a shortened file kills the process with SIGBUS (which the
 supervisor explains). An overwritten page silently holds other weights. So a process that maps the
@@ -41,9 +40,7 @@ def check_model(run: Run) -> None:
 
 
 def end_process(reason: str) -> None:
-    """Log the reason and end the process at once: reading a page that is gone would kill it without
-    a message.
-    """
+    """Log the reason and end the process now: reading a missing page would kill it silently."""
     log.error("%s", reason)
     logging.shutdown()
     os._exit(EXIT_CONFIG)

@@ -129,8 +129,8 @@ class _Fitness:
         """Node -> why its results would differ."""
 
     def look(self, news: NodeNews) -> None:
-        """Compare a node's versions with ours, and its CPU with the first node's; if they differ it
-        starts nothing.
+        """Compare a node's versions with the supervisor's, and its CPU with the first node's. A
+        node that differs starts no process.
         """
         self._versions.setdefault("cpu", news.versions.get("cpu", ""))
         other = [
@@ -166,9 +166,7 @@ class _Addresses:
         self._agents[agent] = now_s
 
     def forget_agents(self, now_s: float, current: Collection[str]) -> list[str]:
-        """Forget agents that were replaced and silent for a lease, and return their names: they
-        have ended by then.
-        """
+        """Forget replaced agents after a lease of silence: they have ended. Return their names."""
         forgotten = [
             name
             for name, heard_s in self._agents.items()

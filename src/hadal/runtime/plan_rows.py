@@ -1,5 +1,4 @@
-"""Plan of a deployment as rows of text: topology, memory per rank, experts, messages, schedule and
-cache.
+"""Plan of a deployment as rows: topology, memory per rank, experts, messages, schedule and cache.
 
 The start-up banner, `hadal serve --dry-run` and `hadal model` print these rows, in colour on a
 terminal and plain elsewhere. Builds the placement and the layouts that ranks would use; starts

@@ -20,12 +20,9 @@ FIXED_MB = 256
 a cluster need one size, which a new supervisor must compute again.
 """
 MEMORY_PARTS = 4
-"""Pools take 1/MEMORY_PARTS of the memory that weights and buffers leave; programs need the rest.
-"""
+"""Pools take 1/MEMORY_PARTS of the memory that weights and buffers leave; others need the rest."""
 SHM_PARTS = 2
-"""Pools take 1/SHM_PARTS of /dev/shm: a restarted rank reserves its pool while readers may still
-map the old one.
-"""
+"""Pools take 1/SHM_PARTS of /dev/shm: readers may still map the old pool of a restarted rank."""
 MOST_BYTES = 16 << 30
 """Largest default pool. A rank reserves its pool at its start, at 4 GB/s here, so this adds 4 s."""
 _KEPT_BITS = 5

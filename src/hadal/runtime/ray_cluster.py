@@ -121,8 +121,7 @@ class NodeActor:
         self._agent: subprocess.Popen[bytes] | None = None
         self._joining = self._here(joining)
         self._look_for_successor()
-        # The kernel ends the agent when the thread that started it ends, so this thread outlives
-        # the agent.
+        # The kernel ends the agent when its starting thread ends, so this thread outlives it.
         threading.Thread(target=self._run, daemon=True).start()
 
     def renew(self, joining: bytes) -> None:

@@ -42,8 +42,8 @@ SUFFIX = ".rec"
 def recorded(
     role: RecordedRole, process: str, made: Made, run_id: str, deployment: Deployment
 ) -> RecordedRole:
-    """Return the object that a host calls as its role: a Recorded, if recordings are wanted, else
-    the role itself.
+    """Return the object that a host calls as its role: a Recorded if recordings are wanted, else
+    `role`.
 
     `process`: its name on the wire. Raises ConfigError if the folder is not writable.
     """

@@ -298,9 +298,7 @@ def _most_ranks(deployment: Deployment) -> int:
 
 
 def resolve(deployment: Deployment) -> Resolved:
-    """Plan the deployment and check that this host can start it. Raises ConfigError,
-    CheckpointError.
-    """
+    """Plan the deployment; check that this host can run it. Raises ConfigError, CheckpointError."""
     resolved = plan(deployment)
     deployment, memory = resolved.deployment, resolved.memory
     is_here = not deployment.cluster.spans_hosts
@@ -348,9 +346,7 @@ def with_digests(resolved: Resolved) -> Resolved:
 
 
 def model_folder(model: str) -> Path:
-    """Return the requested folder, else $HADAL_MODEL, else the model that ships with Hadal. Raises
-    ConfigError.
-    """
+    """Return the requested folder, else $HADAL_MODEL, else the shipped one. Raises ConfigError."""
     asked = model or os.environ.get(MODEL_VARIABLE, "")
     try:
         folder = Path(asked).expanduser().absolute() if asked else _SHIPPED
@@ -371,9 +367,7 @@ def model_folder(model: str) -> Path:
 
 
 def deployment_file(asked: Path) -> Path:
-    """Return the requested file; a bare name such as laptop_ep is resolved to a deployment that
-    ships with Hadal.
-    """
+    """Return the requested file, or for a bare name, such as laptop_ep, the shipped deployment."""
     shipped = _CONFIGS / f"{asked}.toml"
     return (
         shipped if asked.name == str(asked) and not asked.exists() and shipped.is_file() else asked

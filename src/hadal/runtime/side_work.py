@@ -112,9 +112,7 @@ class SideWork:
         return self._copier.take() if self._copier else []
 
     def take(self) -> list[Event]:
-        """Return all available outcomes, and the disk's news. Raises the exception of a failed
-        thread, if there is one.
-        """
+        """Return all outcomes, and the disk's news. Raises the exception of a failed thread."""
         events: list[Event] = [*self.take_pulled()]
         if self._stager:
             events += self._stager.take()

@@ -138,9 +138,7 @@ class ZmqWire:
         return self._listener.endpoint
 
     def send(self, to: str, message: AnyMessage) -> None:
-        """Queue the message for `to`; never waits. Messages that cannot be queued are dropped and
-        counted.
-        """
+        """Queue the message for `to`, without waiting. If that fails, drop and count it."""
         peer = self._links.to(to)
         if peer is None:
             self.counts["absent"] += 1
@@ -165,9 +163,7 @@ class ZmqWire:
         self.counts["sent"] += 1
 
     def wake_on(self, fd: int) -> None:
-        """Let `receive` return early when this descriptor is readable (an eventfd, a signal's
-        pipe).
-        """
+        """Let `receive` return early when this descriptor is readable (eventfd, signal pipe)."""
         self._listener.wake_on(fd)
 
     def wake_on_no_more(self, fd: int) -> None:
@@ -203,8 +199,7 @@ class ZmqWire:
             return messages
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
-        # zmq's descriptor signals new messages only after all old ones were read, which _drain just
-        # did.
+        # zmq's descriptor signals new messages only after all old ones were read, as _drain did.
         descriptors = self._listener.descriptors()
         for descriptor in descriptors:
             loop.add_reader(descriptor, _resolve, readable)
@@ -229,9 +224,7 @@ class ZmqWire:
         self._context.term()
 
     def _say(self, to: str, peer: FarLink, say: Callable[[WireHeader], bool]) -> None:
-        """Send the peer a header with an acknowledgement, by calling `say`, which returns whether
-        it was sent.
-        """
+        """Send a header with an acknowledgement, by calling `say`, which returns if it was sent."""
         heard, epoch_number = self._heard.get(to), peer.address.epoch_number
         # Link numbers restart in each epoch: never acknowledge another epoch's messages.
         link, number = (
@@ -284,8 +277,7 @@ class ZmqWire:
             return
         self._looked_s = now_s
         for name, last in self._links.all():
-            # `to` drops the link of a process that is gone; otherwise its messages would be kept
-            # for ever.
+            # `to` drops the link of a process that is gone, which would keep its messages for ever.
             is_waiting = isinstance(last, FarLink) and last.is_waiting
             peer = self._links.to(name) if is_waiting else last
             if not isinstance(peer, FarLink):

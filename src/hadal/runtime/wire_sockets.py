@@ -134,9 +134,7 @@ class FarLink:
         return self._num_pushed < self._num_sent
 
     def send(self, header: WireHeader, body: bytes, grant: bytes) -> bool:
-        """Number the message, keep it and send it; False if it was not sent yet. The caller has
-        checked `is_full`.
-        """
+        """Number, keep and send a message; False if not sent yet. Callers check `is_full` first."""
         self._num_sent += 1
         self._kept.append((self._num_sent, body, grant))
         return self.send_rest(header)

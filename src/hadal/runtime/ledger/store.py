@@ -96,8 +96,7 @@ class Store:
         database is there now that is not a ledger of ours.
         """
         if self._identity is not None and self._found() != self._identity:
-            # The file was removed or moved. SQLite would go on writing to a file that no reader
-            # finds.
+            # The file was moved or removed: SQLite would keep writing where no reader looks.
             self._leave_file()
             self.prepare()
         with self._begin() as connection:
@@ -210,8 +209,7 @@ def _close_to_others(path: Path) -> None:
     try:
         with contextlib.suppress(FileExistsError):
             os.close(open_private(path, os.O_WRONLY | os.O_EXCL))
-        # An existing file is never opened: closing it would drop the locks that SQLite holds on it
-        # in this process.
+        # Do not open an existing file: closing it would drop SQLite's locks on it in this process.
         for beside in (
             path,
             path.with_name(f"{path.name}-wal"),

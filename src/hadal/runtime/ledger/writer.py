@@ -1,5 +1,4 @@
-"""Writer of the ledger, off the token path: `add` never waits, a thread writes the facts and
-reports durable ones.
+"""Writer of the ledger, off the token path: `add` never waits, a thread writes and reports facts.
 
     add --queue, bounded--> thread --one transaction for all in it--> database          kept
                                    --database down--> outbox, a commit; written when it is up again  kept
@@ -200,8 +199,7 @@ class LedgerWriter:
                 self.on_kept(facts)
             with self._changed:
                 self._num_taken = 0
-                # Both kinds of facts arrive mixed, so losses count as over only well below the
-                # lower limit.
+                # Facts of both kinds arrive mixed: losing is over only well below the lower limit.
                 self._is_losing &= len(self._queue) > self._max_waiting // 4
                 if not kept:
                     self._queue.extendleft(reversed(facts))
@@ -209,9 +207,7 @@ class LedgerWriter:
                         return
 
     def _take(self) -> list[Fact] | None:
-        """Take the next facts to write: an empty list if only the outbox has to be emptied, None
-        when all is done.
-        """
+        """Take the next facts to write; [] if only the outbox has facts, None if all is done."""
         with self._changed:
             while not self._is_closing:
                 now_s = time.monotonic()

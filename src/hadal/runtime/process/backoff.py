@@ -75,9 +75,7 @@ class Backoff:
         return wait_s
 
     def put_off(self, now_s: float) -> float:
-        """Let the process rest instead of giving it up, and count its exits anew. Return the rest
-        in seconds.
-        """
+        """Rest instead of giving the process up; reset its counts. Return the rest in seconds."""
         rest_s, self._put_off_s = self._put_off_s, min(2.0 * self._put_off_s, PUT_OFF_MAX_S)
         self.start_at_s = now_s + rest_s
         self.num_failed_starts = 0

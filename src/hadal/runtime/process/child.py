@@ -21,9 +21,7 @@ from hadal.runtime.process.status import ProcessStatus
 START_TIMEOUT_S = 600.0
 """Longest time without progress in a first start: a big checkpoint is read from a disk."""
 RESTART_TIMEOUT_S = 60.0
-"""Smallest timeout of a process that was ready before. It also gets at least RESTART_FACTOR times
-its longest start.
-"""
+"""Smallest timeout of a restart, which gets at least RESTART_FACTOR times the longest start."""
 RESTART_FACTOR = 4.0
 
 
@@ -75,9 +73,7 @@ class StartProgress:
 
 
 class Child:
-    """A named process. The supervisor's loop calls `poll` and `start`; nothing here waits except
-    `wait`.
-    """
+    """A named process. The supervisor's loop calls `poll` and `start`; only `wait` blocks."""
 
     def __init__(
         self,

@@ -92,9 +92,7 @@ class Job(msgspec.Struct, tag=True):
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the fork server and of every process. It has no API keys: only
-    gateways need them.
-    """
+    """Return the environment of the fork server and all processes, without gateways' API keys."""
     source = str(Path(__file__).resolve().parents[3])
     inherited = {
         name: value for name, value in os.environ.items() if name not in (API_KEYS, API_KEYS_FILE)
@@ -132,9 +130,7 @@ class Output(Protocol):
 
 
 class Started(Protocol):
-    """A started process, on this host or another: the part of `subprocess.Popen` that its
-    supervisor uses.
-    """
+    """A started process on any host: the part of `subprocess.Popen` that its supervisor uses."""
 
     @property
     def pid(self) -> int:
@@ -338,9 +334,7 @@ def reap_others(own: Collection[int]) -> None:
 
 
 def main() -> int:
-    """Import the modules, then fork the requested processes until the supervisor is gone. Return
-    the exit code.
-    """
+    """Import the modules, and fork processes until the supervisor ends. Return the exit code."""
     supervisor_pid = os.getppid()
     line = socket.socket(fileno=int(sys.argv[1]))
     left = Left([], [])

@@ -42,9 +42,7 @@ _TELL_S = 0.2
 
 
 def start_log(process: str, level: str, form: str) -> None:
-    """Write this process's log to its stderr, under its name. Raises ConfigError for an unknown
-    level or form.
-    """
+    """Write this process's log to stderr, under its name. Raises ConfigError: bad level or form."""
     check_log(level, form)
     handler = _Handler()
     handler.setFormatter(LineFormatter(process, form))

@@ -26,9 +26,7 @@ _MAX_LINKS = 40
 
 
 def state_folder() -> Path | None:
-    """Return Hadal's state folder by the XDG base directory specification; None for a user without a
-    home.
-    """
+    """Return Hadal's state folder, by the XDG specification; None for a user without a home."""
     given = os.environ.get("XDG_STATE_HOME", "")
     if given and Path(given).is_absolute():  # The specification ignores relative paths.
         return Path(given) / "hadal"
@@ -179,9 +177,7 @@ def _unmapped() -> int:
 
 
 def _restrict(descriptor: int) -> None:
-    """Take all permissions from other accounts. Raises OSError if the file is not ours, or neither
-    file nor folder.
-    """
+    """Take all permissions from others. Raises OSError for all but own files and folders."""
     found = os.fstat(descriptor)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise OSError(errno.ELOOP, "it is a link, or neither file nor folder")

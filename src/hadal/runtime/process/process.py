@@ -52,13 +52,9 @@ _YOUNG_S = 60.0
 _PROBE_S = 1.0
 """Timeout of the connection that tests if a process still listens."""
 LISTEN_FD = "HADAL_LISTEN_FD"
-"""Environment variable: the gateway's listening socket, opened by the supervisor so that it
-outlives the gateway.
-"""
+"""Environment variable: the gateway's listening socket, which the supervisor opens and keeps."""
 HAS_SERVED = "--has-served"
-"""Argument of a gateway that replaces an earlier one: requests wait for missing processes, as they
-did before.
-"""
+"""Argument of a restarted gateway: requests wait for missing processes, as they did before."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +84,7 @@ class Run:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write `run.json`, readable by this user alone: it holds the secret, and the ledger's URL may
-    hold a password.
-    """
+    """Write `run.json`, for this user alone: it has the secret, perhaps the ledger's password."""
     path, written_ns = folder / RUN_FILE, 0
     with contextlib.suppress(FileNotFoundError):
         written_ns = path.stat().st_mtime_ns

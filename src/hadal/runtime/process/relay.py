@@ -37,9 +37,7 @@ class OutputRelay:
         self._kept = kept
 
     def start(self, output: Output, on_doing: Callable[[Doing], None]) -> None:
-        """Copy a process's output from now on, in a thread: a slow terminal must never stop the
-        supervisor.
-        """
+        """Copy a process's output, in a thread: a slow terminal must never stop the supervisor."""
         threading.Thread(
             target=self._copy, args=(output, on_doing), name=f"log-{self._name}", daemon=True
         ).start()

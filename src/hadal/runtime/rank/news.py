@@ -50,9 +50,7 @@ class News:
             self.wake()
 
     def forming(self, plan: FormPlan) -> None:
-        """Note that the leader begins a formation. Note as lost each former member that it leaves
-        out.
-        """
+        """Note that the leader begins a formation, and the loss of each member left out."""
         if plan.formation <= self._formation:
             return
         self._formation = plan.formation

@@ -14,8 +14,8 @@ HUGE_PAGE = 2 * 1024 * 1024
 
 
 def make_buffer(block_bytes: int, most_bytes: int) -> Bytes:
-    """Return memory for adjacent slots, [slots, slot_bytes]: as many as `most_bytes` allows, at
-    least 1.
+    """Return memory for adjacent slots, [slots, slot_bytes]: at most `most_bytes`, but one slot at
+    least.
 
     It has huge pages if the kernel provides them: a request to a disk may have a limited number of
     separate memory ranges, so with small pages the requests are small.

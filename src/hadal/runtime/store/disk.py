@@ -1,5 +1,4 @@
-"""The Disk seam, live, for a process with a KV pool: runs ReadBlocks and StoreBlocks effects beside
-the steps.
+"""The Disk seam, live, for a process with a KV pool: runs ReadBlocks and StoreBlocks effects.
 
 Loads and stores have separate threads, so a prompt never waits for writes. They copy and verify.
 The roles decide which blocks to store and to load; runtime/store/view reports to them all blocks on

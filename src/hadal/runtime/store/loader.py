@@ -109,9 +109,7 @@ class _PieceReader:
 
 
 class Loader:
-    """Runner of ReadBlocks effects in threads. submit, take and stop are called from the host's
-    thread.
-    """
+    """Runner of ReadBlocks effects in threads. The host's thread calls submit, take and stop."""
 
     def __init__(
         self,
@@ -185,9 +183,7 @@ class Loader:
             return self._worker.take()
 
     def stop(self, deadline_s: float) -> None:
-        """End the threads, by `deadline_s` of time.monotonic. A thread that hangs is left until the
-        process ends.
-        """
+        """End the threads by `deadline_s` (time.monotonic). A thread that hangs is left alone."""
         # A running copy is finished, and no other copy begins.
         self._worker.stop(deadline_s - time.monotonic())
         for reader in self._free:
@@ -337,9 +333,7 @@ class Loader:
 
 
 def _pieces(effect: ReadBlocks, most: int) -> list[tuple[int, int]]:
-    """Cut the locations into pieces of at most `most` adjacent disk slots. Return (first index,
-    end) of each.
-    """
+    """Cut the locations into pieces of at most `most` adjacent slots. Return each (begin, end)."""
     return [
         (begin, min(begin + most, at + count))
         for at, count in runs(

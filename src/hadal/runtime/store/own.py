@@ -179,9 +179,7 @@ class OwnBlocks:
         segment.tell_change()
 
     def _drop_lost(self) -> None:
-        """Close segments that were removed from the folder or cut off: no reader finds their blocks
-        any more.
-        """
+        """Close segments that were removed or cut off: readers no longer find their blocks."""
         for number, segment in list(self._segments.segments.items()):
             try:
                 is_whole = segment.is_whole()
@@ -214,9 +212,7 @@ class OwnBlocks:
                     raise
 
     def _take_up(self, segment: Segment) -> None:
-        """Restore an adopted segment. If its index cannot be read, refuse it: the other segments
-        stay in use.
-        """
+        """Restore an adopted segment. If its index is unreadable, refuse it; the others stay."""
         try:
             self._restore(segment)
         except (OSError, SegmentError) as error:
@@ -244,8 +240,7 @@ class OwnBlocks:
             good[:, POSITION].tolist(),
             uses[slots].tolist(),
         )
-        # Start above every sequence marked damaged; otherwise readers would reject a new record in
-        # that slot.
+        # Start above all sequences marked damaged: readers would reject such a record in that slot.
         used = *records[is_whole, SEQUENCE].tolist(), *damaged[damaged < _SEQUENCE_MAX].tolist()
         self._sequence = max(self._sequence, max(used, default=0) + 1)
         self._segment_to_uses[segment.number] = uses

@@ -1,5 +1,4 @@
-"""Segments that one writer of the disk cache owns: adopted from dead writers or created, never
-beyond its share.
+"""Segments that one writer of the disk cache owns: adopted or created, never beyond its share.
 
 Deletes only dead writers' segments of its own model, and only while all segments of that model
 together exceed the deployment's budget, oldest first. Independent of the slots of blocks.
@@ -41,9 +40,7 @@ ORPHAN_S = 60.0
 
 
 class OwnSegments:
-    """Segments that this writer owns. Called from the writer's thread alone. Methods raise OSError
-    if the folder fails.
-    """
+    """Segments of this writer, used by its thread. Methods raise OSError if the folder fails."""
 
     def __init__(
         self,
@@ -71,12 +68,9 @@ class OwnSegments:
         return sum(segment.total_bytes for segment in self.segments.values())
 
     def enter(self) -> list[Segment]:
-        """Create the folder if need be, and adopt dead writers' segments, the newest first, up to
-        the share.
-        """
+        """Create the folder if missing; adopt dead writers' newest segments, up to the share."""
         self.make_folder()
-        # A folder with other files in it, a home perhaps, keeps its mode: segments themselves are
-        # 0600.
+        # A folder with other files, such as a home, keeps its mode: segments themselves are 0600.
         if all(path.suffix in (SUFFIX, NEW_SUFFIX) for path in self._folder.iterdir()):
             with contextlib.suppress(
                 PermissionError
@@ -86,9 +80,7 @@ class OwnSegments:
         return self.adopt()
 
     def make_folder(self) -> bool:
-        """Create the folder if it is missing, at first or after it was deleted. Return True if it
-        was missing.
-        """
+        """Create the folder if it is missing or was deleted. Return True if it was missing."""
         if self._folder.is_dir():
             return False
         # For its owner alone, like the segments: complete KV reveals its prompts.
@@ -96,9 +88,7 @@ class OwnSegments:
         return True
 
     def adopt(self, most: int | None = None) -> list[Segment]:
-        """Lock dead writers' segments as far as the share allows, `most` of them at most. Return
-        the adopted ones.
-        """
+        """Lock and return at most `most` dead writers' segments, as far as the share allows."""
         adopted: list[Segment] = []
         for number in self._others(newest_first=True):
             if len(adopted) == most or self._share_bytes - self.num_bytes < segment_bytes(
@@ -119,8 +109,7 @@ class OwnSegments:
         """Create an empty segment, as large as the share still allows; None if it allows none."""
         left_bytes = self._share_bytes - self.num_bytes
         slot_bytes = slot_bytes_of(self._block_bytes)
-        # If the share exceeds the disk, a part of it could, too: then no segment would fit, despite
-        # free space.
+        # A share beyond the disk's size would make each segment too large, despite free space.
         share_bytes = min(self._share_bytes, _disk_bytes(self._folder) or self._share_bytes)
         wanted_bytes = max(min(SEGMENT_BYTES, share_bytes // PARTS[0]), share_bytes // PARTS[1])
         num_slots = min(MAX_SEGMENT_SLOTS, max(1, wanted_bytes // slot_bytes))
@@ -142,9 +131,7 @@ class OwnSegments:
         self.lose(number)
 
     def sweep(self) -> None:
-        """Delete dead writers' segments that no writer adopted, while this model's segments exceed
-        the budget.
-        """
+        """Delete dead writers' unadopted segments while this model's segments exceed the budget."""
         now_s = time.monotonic()
         sizes: dict[int, int] = {}
         for number in self._others(newest_first=False):

@@ -55,9 +55,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQQ64s")
 """magic, version, slots, number, bytes of a block, bytes of a slot, fingerprint"""
 _CHANGES_AT = 2048
-"""Offset of two words. The writer counts up the first; a reader that marks damage randomizes the
-second.
-"""
+"""Offset of two words: writers increment the first, readers that mark damage change the second."""
 _RECORD_BYTES = 8 * RECORD_WORDS
 _PRIME = np.uint64(0x9E3779B185EBCA87)
 _SHIFT = np.uint64(29)
@@ -79,9 +77,7 @@ class OtherModelError(SegmentError):
 
 
 class Segment:
-    """One open segment. Methods raise OSError if the disk fails and SegmentError if the file ends
-    too early.
-    """
+    """One open segment. Methods raise OSError if the disk fails, SegmentError on a short file."""
 
     def __init__(
         self, path: Path, fd: int, header: tuple[int, int, int, int, str], *, is_owner: bool
@@ -137,9 +133,7 @@ class Segment:
 
     @classmethod
     def adopt(cls, folder: Path, number: int) -> Segment:
-        """Lock a dead writer's segment and become its writer. Raises SegmentTakenError if its
-        writer lives.
-        """
+        """Lock a dead writer's segment, for writing. Raises SegmentTakenError if it lives."""
         return cls._open(segment_path(folder, number), is_owner=True)
 
     @classmethod
@@ -247,9 +241,7 @@ class Segment:
         os.pwrite(self._fd, U64.pack(secrets.randbits(64)), _CHANGES_AT + 8)
 
     def changes(self) -> tuple[int, int]:
-        """Return two words. They differ from earlier values if the table, or the marks of damage,
-        may have changed.
-        """
+        """Return two words, which change if the table, or the marks of damage, may have changed."""
         writers, readers = struct.unpack("<QQ", _pread(self._fd, 16, _CHANGES_AT, self.path))
         return writers, readers
 
@@ -333,9 +325,7 @@ def segment_numbers(folder: Path) -> list[int]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove segments that were left unfinished because their makers died; other files stay. Raises
-    OSError.
-    """
+    """Remove unfinished segments of makers that died; other files stay. Raises OSError."""
     for number in _numbers(folder, NEW_SUFFIX):
         path = segment_path(folder, number).with_suffix(NEW_SUFFIX)
         try:
@@ -352,9 +342,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _numbers(folder: Path, suffix: str) -> list[int]:
-    """Return the numbers of the files with names of our form. Other files in the folder are left
-    alone.
-    """
+    """Return the numbers of the files with names of our form; other files are left alone."""
     numbers = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -225,9 +225,7 @@ class DiskWriter:
         return batch if batch or (is_due and not self._pause.is_on) else None
 
     def _write(self, batch: list[_PendingStore]) -> None:
-        """Write the stores' blocks, in pieces, and answer them all. One piece is copied while
-        another is written.
-        """
+        """Write and answer all stores, in pieces: one is copied while another is written."""
         queued = [(store, index) for store in batch for index in range(len(store.names))]
         self._batch_error = self._pause.reason if self._pause.is_on else ""
         written: list[_Entry] = []

@@ -28,9 +28,7 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger("hadal.supervisor")
 
 TAKEOVERS_MAX = 2
-"""Failed starts of a leader before the ranks that wait for it are ended: their state may be the
-cause.
-"""
+"""Failed starts of a leader before its waiting ranks are ended: their state may be the cause."""
 
 
 class Exits:
@@ -112,9 +110,7 @@ class Exits:
         self._status.write()
 
     def _put_off_or_end(self, child: Child, now_s: float, code: int, why: str) -> None:
-        """Restart the process much later if it can be spared or the run has served; else end the
-        run.
-        """
+        """Restart `child` much later if it can be spared or the run served; else end the run."""
         if self._children.has_served or self._can_spare(child):
             rest_s = child.backoff.put_off(now_s)
             log.error(

@@ -218,9 +218,7 @@ class Supervisor:
         return min(most_s, max(0.0, min(waits) - time.monotonic())) if waits else most_s
 
     def close(self) -> None:
-        """End every child, by SIGTERM and after STOP_S (0 s at a second signal) SIGKILL. Remove its
-        files.
-        """
+        """End every child: SIGTERM, then SIGKILL after STOP_S or at once. Remove their files."""
         logging.getLogger().removeHandler(self._kept)
         self._kept.close()
         self._readiness.close()

@@ -68,9 +68,7 @@ class Grants:
         return Grant(lease.block_ids, lease.versions, tag)
 
     def keep(self, message: AnyMessage, tag: bytes) -> None:
-        """Keep the tag that arrived with a message, by the message's lease. Drop the oldest beyond
-        limits.
-        """
+        """Keep the tag that arrived with a message, by its lease. Drop the oldest beyond limits."""
         lease = _lease_of(message)
         if lease is None or not tag:
             return

@@ -47,9 +47,9 @@ class OwnEnd:
     key: bytes
     """Key of the handshake on TCP connections."""
     grants: Grants | None
-    """This process's grants; None: it has no secret, so it can ask no other process for blocks."""
+    """Grants of this process; None: it has no secret, so it can ask no other process for blocks."""
     nixl: NixlAgent | None
-    """This process's NIXL agent; None: NIXL is not installed or not wanted."""
+    """NIXL agent of this process; None: NIXL is not installed or not wanted."""
 
 
 class KvWire:
@@ -97,9 +97,7 @@ class KvWire:
             self.address = self._server.address
         self._lock = threading.Lock()
         self._sources: dict[str, _SourcePool] = {}
-        """Unit -> its source. The pool of a restarted unit has another name and replaces its
-        predecessor.
-        """
+        """Unit -> its source. A restarted unit's pool has another name and replaces the old one."""
         self._looked_s = time.monotonic()
 
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
@@ -176,8 +174,7 @@ class _SourcePool:
         self.address = address
         self.transport = ""
         self.transfers = transfers_to(address, own)
-        """Transfers over transports that have not failed, best first; the last, TCP, stays usable.
-        """
+        """Transfers over transports that have not failed, best first; TCP, the last, is kept."""
         self._may_fall_back = own.handover == AUTO
         self._peer = self.transfers[0].peer
         self._closing = threading.Event()
@@ -279,9 +276,7 @@ def transfers_to(address: PoolAddress, own: OwnEnd) -> tuple[KvTransfer, ...]:
 
 
 def open_kv_wire(pool: KvPool, run: Run, grants: Grants) -> KvWire:
-    """Make the KvWire of a run's process, for its pulls and for others' pulls from it. Raises
-    ConfigError.
-    """
+    """Make the KvWire of a run's process, for pulls in both directions. Raises ConfigError."""
     deployment = run.deployment
     handover = deployment.handover
     if handover == AUTO and is_near(run.address):

@@ -67,9 +67,7 @@ def require_nixl() -> None:
 
 
 class NixlAgent:
-    """NIXL agent of this process: others read its pool through it, and it reads their pools. From
-    any thread.
-    """
+    """NIXL agent of this process, for reads of its pool and of others' pools. From any thread."""
 
     def __init__(self, name: str) -> None:
         """`name`: unique among the agents that it meets."""
@@ -182,9 +180,7 @@ class Buffer:
 
 
 class NixlReader:
-    """Reader of one pool of another process. One thread at a time may use it. After an error it has
-    to be closed.
-    """
+    """Reader of one pool of another process, for one thread at a time. After an error, close it."""
 
     def __init__(
         self, agent: NixlAgent, handle: Any, peer: Any, about: AboutNixl, buffer: Buffer
@@ -278,9 +274,7 @@ class NixlReader:
     def _descriptors(
         self, block_bytes: int, ids: Sequence[int], half: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return (address, bytes) of all pieces to read into, and to read from. Adjacent blocks are
-        one piece.
-        """
+        """Return (address, bytes) of the pieces to read into, and from; adjacent blocks are one."""
         begin = self._buffer.address + half * self._buffer.half_bytes
         here, there = [], []
         for at, count in runs(ids):

@@ -183,9 +183,7 @@ def open_channel(host: str, port: int, key: bytes, name: str, deadline_s: float)
 
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
-    """Do the handshake as the accepting side, within SILENCE_S. Raises OSError; the caller closes
-    the connection.
-    """
+    """Accept a handshake within SILENCE_S. Raises OSError; the caller closes the connection."""
     deadline_s = time.monotonic() + SILENCE_S
     handshake, challenge = _handshake(connection, key, is_connector=False)
     _take_challenge(connection, handshake, deadline_s)
@@ -247,9 +245,7 @@ class PeerServer(Generic[F]):
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Break off running answers and free the port. Return False if a thread has not ended
-        within `timeout_s`.
-        """
+        """Break off running answers and free the port. False if a thread outlasts `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             self.closing.set()
@@ -345,9 +341,7 @@ class PeerServer(Generic[F]):
 
 
 class PeerLink:
-    """Connection to one server, made at the first ask and kept until closed. One thread at a time
-    may use it.
-    """
+    """Connection to one server, from the first ask until closed. For one thread at a time."""
 
     def __init__(
         self,

@@ -135,9 +135,7 @@ class KvPool:
 
     @classmethod
     def open(cls, name: str) -> KvPool:
-        """Map another process's shared-memory file for reading. Raises PoolError if it is missing
-        or not a pool.
-        """
+        """Map another process's file for reading. Raises PoolError if it is missing or no pool."""
         if "/" in name or not name.startswith(PREFIX):
             raise PoolError(f"{name!r} is not the name of a KV pool")
         try:
@@ -285,9 +283,7 @@ def remove_shared_memory(run_id: str, unit: str | None = None) -> list[str]:
 
 
 def remove_stale_shared_memory() -> list[str]:
-    """Unlink the shared-memory files of all runs that no process locks: their owners are dead.
-    Return their names.
-    """
+    """Unlink unlocked shared-memory files: their owners are dead. Return the files' names."""
     removed = []
     for name in _pool_names():
         try:
@@ -323,8 +319,7 @@ def no_room(size: int) -> str:
 def _name_it(fd: int, name: str) -> None:
     folder = os.open(SHM_FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # With a folder given, Python follows the link in /proc to the file itself (linkat(2),
-        # AT_SYMLINK_FOLLOW).
+        # With a folder given, Python follows the /proc link (linkat(2), AT_SYMLINK_FOLLOW).
         os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=folder)
     finally:
         os.close(folder)

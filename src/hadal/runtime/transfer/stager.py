@@ -43,9 +43,7 @@ class Stager:
     """
 
     def __init__(self, stage: Stage, transfer: WeightTransfer, wake: Callable[[], None]) -> None:
-        """The stager owns `transfer` from now on. `wake` is called, from any thread, when `take`
-        has a result.
-        """
+        """Take over `transfer`. `wake` is called, from any thread, when `take` has a result."""
         self._stage = stage
         self._transfer = transfer
         self._wake = wake
@@ -71,9 +69,7 @@ class Stager:
                 worker.submit(plan)
 
     def void(self, formation: int) -> None:
-        """Begin a formation: drop the queued plans of older ones, and break off a running plan of
-        an older one.
-        """
+        """Begin a formation: drop queued plans of older ones, and break off a running one."""
         with self._worker.changed:
             if formation > self._formation:
                 self._formation = formation

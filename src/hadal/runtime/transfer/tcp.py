@@ -203,9 +203,7 @@ class TcpTransfer:
         self._about: AboutPool | None = None
 
     def about(self, deadline_s: float) -> AboutPool:
-        """Return the pool's description, connecting first if need be. Raises OSError, BadPeer,
-        PoolError.
-        """
+        """Return the pool's description; may connect first. Raises OSError, BadPeer, PoolError."""
         return self.peer.ask(lambda channel: self._found(), deadline_s)
 
     def ask_nixl(self, deadline_s: float) -> AboutNixl:
@@ -276,9 +274,7 @@ class TcpTransfer:
         missing: set[int],
         deadline_s: float,
     ) -> bool:
-        """Receive chunks into own blocks, and remove the sound ones from `missing`. Return True if
-        blocks were freed.
-        """
+        """Receive chunks, and remove the sound ones from `missing`. True if blocks were freed."""
         per_chunk, asked = blocks_per_chunk(own.block_bytes), set(missing)
         while True:
             head = channel.receive_frame(_CHUNKS, deadline_s)

@@ -57,6 +57,5 @@ class KvTransfer(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the resources of pulls. The next `open` acquires them again if there is a `peer`.
-        """
+        """Release what pulls use. The next `open` acquires it again if there is a `peer`."""
         ...
