@@ -125,7 +125,7 @@ class _NodeProcess:
     lines: deque[bytes] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
     reader: threading.Thread | None = None
     ended_s: float | None = None
-    """Time at which its end was noticed. Its exit code is reported after its last output line."""
+    """Time at which its end was found; the exit code is reported after the last output."""
 
     def news(self) -> ProcessNews:
         """Return the process's state without `waited_s`, which `look_at` has to measure."""
@@ -325,7 +325,6 @@ class Agent:
 
     def _start(self, order: ProcessOrder) -> None:
         log.info("starting %s", order.name)
-        # Drop the address at which a process of this name listened elsewhere.
         self._mirror.drop(order.name)
         arguments = [*order.arguments, *epoch_arguments(self._folder, order.epoch_number)]
         told = {"OMP_NUM_THREADS": str(order.threads)}

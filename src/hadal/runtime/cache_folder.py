@@ -116,5 +116,5 @@ def _held_bytes(folder: Path) -> int:
     held_bytes = 0
     for path in folder.glob("*"):
         with contextlib.suppress(FileNotFoundError):  # Another deployment removed it meanwhile.
-            held_bytes += path.stat().st_blocks * 512  # Unit of st_blocks (stat(2)).
+            held_bytes += path.stat().st_blocks * 512  # st_blocks counts 512 bytes (stat(2)).
     return held_bytes

@@ -5,7 +5,7 @@ While it computes, the host's thread receives messages, plans the next step and 
 not depend on roles.
 
     plan 1 |#### step 1 ####|      |#### step 2 ####|#### step 3 ####|
-                             ^ idle ^ ounts only if step 2 follows step 1 (see `submit`)
+                             ^ idle ^ counts only if step 2 follows step 1 (see `submit`)
 
 A FormPlan voids the plans queued before it: steps of the old formation are answered with an error
 and never run.

@@ -49,7 +49,7 @@ class Lending:
         return _SILENT if self._is_silent else self._complaint
 
     def found(self) -> Iterator[tuple[int, float]]:
-        """Yield each node that is found, with the time since which it is."""
+        """Yield (node, time since which it is found)."""
         for group, found_s in self._found_s.items():
             for number in group:
                 yield number, found_s
@@ -79,10 +79,10 @@ class Lending:
             log.error("%s.", _SILENT)
 
     def complain(self, complaint: str) -> None:
-        """Add a complaint about unusable nodes, unless the lender has one."""
+        """Add a complaint about unusable nodes, unless the lender has reported one."""
         self._complaint = self._complaint or complaint
 
     def complaint(self) -> str:
-        """Return why nodes are missing, once when that begins; else empty."""
+        """Return why nodes are missing, at the first call after that began; else empty."""
         told, self._told = self._told, self._complaint
         return self._complaint if bool(told) != bool(self._complaint) else ""

@@ -155,9 +155,9 @@ class _Addresses:
         self._lease_s = deployment.cluster.lease_s
         self._names_here = [wire_name(name) for name in gateways_here(deployment)]
         self._agents: dict[str, float] = {}
-        """Agent's name -> time of its last message; replaced agents of a node are told to end."""
+        """Agent's name -> time of its last message; replaced agents are ordered to end."""
         self._known: dict[str, Address] = {}
-        """Addresses in the folder of processes elsewhere."""
+        """Addresses of processes elsewhere, as the folder has them."""
 
     def agent_spoke(self, now_s: float, agent: str, address: Address) -> None:
         """Record an agent's address and the time of its message."""
@@ -242,7 +242,7 @@ class LiveNodes:
         return self._nodes.nodes[elsewhere.node].host if elsewhere is not None else ""
 
     def hear(self, now_s: float, message: NodeNews | Printed | NodesKept) -> bool:
-        """Handle a message of an agent or the lender. Return True if action is needed at once."""
+        """Handle a message of an agent or the lender. Return True if the supervisor should act."""
         if isinstance(message, NodesKept):
             self._lending.hear(now_s, message)
             self._adopt_until_s = min(self._adopt_until_s, now_s + _ADOPT_S)
@@ -340,7 +340,7 @@ class LiveNodes:
             self._nodes.release(number)
 
     def complaint(self) -> str:
-        """Return why nodes are missing, once when that begins; else empty."""
+        """Return why nodes are missing, at the first call after that began; else empty."""
         return self._lending.complaint()
 
     def node_for(self, plan: ProcessPlan) -> int | None:
@@ -374,7 +374,7 @@ class LiveNodes:
         return elsewhere.process.reason if elsewhere is not None else ""
 
     def waited_s(self, name: str) -> float:
-        """Return how long the threads of a process were ready to run but had no processor."""
+        """Return the seconds that a process's threads waited for a processor."""
         elsewhere = self._processes.get(name)
         return elsewhere.process.news.waited_s if elsewhere is not None else 0.0
 

@@ -34,7 +34,7 @@ _TASKS = Path("/proc/self/task")
 
 
 class Team(Protocol):
-    """A kernel team, as its caller has it (kernels/library)."""
+    """A kernel team (kernels/library): the thread that calls it and its own threads."""
 
     @property
     def threads(self) -> Sequence[int]:
@@ -45,7 +45,7 @@ class Team(Protocol):
 
 
 class PinnedTeam:
-    """Binding of one team. Made in a thread that is never bound and shows the process's cores."""
+    """Binding of one team. Make it in a thread that stays unbound and so shows the usable cores."""
 
     def __init__(
         self, choose: Callable[[Sequence[int]], Sequence[int]], make_team: Callable[[], Team | None]

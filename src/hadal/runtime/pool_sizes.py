@@ -1,4 +1,4 @@
-"""Size of each KV pool: as the deployment sets it, else a share of the memory that weights leave.
+"""Size of each KV pool: set by the deployment, else a share of the memory that weights leave.
 
 Pure arithmetic. `hadal serve` decides once and writes the blocks into the deployment. So units,
 their restarts and their successors have equal pools, whatever memory is free by then.

@@ -6,7 +6,7 @@
                       by one, but their nodes boot together
     run               its settings for the nodes and its supervisor, in Ray's own store: the next
                       supervisor takes the run over
-    Ray's head        must keep its state on disk or in Redis; therwise all nodes end with it
+    Ray's head        must keep its state on disk or in Redis; otherwise all nodes end with it
 
 Messages of serving do not go through Ray. Ray notices a dead node after seconds to a minute; Hadal
 has given it up long before (roles/nodes), and the lender only replaces it. Groups and actors are
@@ -103,7 +103,7 @@ _FLOOR_S = 30.0
 restarted head has forgotten it.
 """
 _LAST_S = 10.0
-"""Time that the supervisor has to end this process after a report of another supervisor."""
+"""Longest wait for the supervisor to end this process after another one has taken over."""
 _AGAIN_S = 2.0
 """Pause between an agent's end and the start of the next one."""
 
@@ -193,11 +193,11 @@ class _Lent:
     group: PlacementGroup
     asked_s: float
     has_agents: bool = False
-    """True once the nodes were found."""
+    """True once the nodes were found and an agent was started on each."""
 
 
 class RayLender:
-    """Requests to Ray that follow the supervisor's wishes, a little at each call."""
+    """Lender: moves the groups that Ray lends towards the wanted ones, one step per `move`."""
 
     def __init__(
         self, run: Run, supervisor: Address, api_keys: str = "", api_keys_file: str = ""

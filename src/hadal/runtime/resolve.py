@@ -253,7 +253,7 @@ def _why_not_read(folder: Path) -> str | None:
 
 
 def _why_not_here(deployment: Deployment) -> list[str]:
-    """Return the nodes, cores and GPUs that this host lacks, one sentence each."""
+    """Return why this host cannot run the deployment, one sentence each."""
     num_gpus = len(gpus()) if deployment.device == "cuda" else 0
     return why_not_here(deployment, num_cores(), num_gpus)
 

@@ -64,7 +64,7 @@ class SideParts:
     pool: KvPool | None = None
     """KV pool; None: the host's ranks are elsewhere."""
     kv_wire: KvWire | None = None
-    """Pulls into the pool; None: pulls only from pools of this host."""
+    """Wire for pulls into the pool; None: only pools of this host can be pulled from."""
     make_stager: Callable[[Wake], ExpertStager] | None = None
     """Maker of the stager; None: the role never stages layers."""
     make_disk: Callable[[Wake], BlockDisk | None] = lambda wake: None

@@ -177,7 +177,7 @@ class Pace:
         self._share = share
         self._lock = threading.Lock()
         self._rested_at_s = 0.0
-        """Time at which all work so far will have been paid for with rest."""
+        """Time until which threads must rest to bring their work so far down to the share."""
         self._of_thread = threading.local()
 
     def owed_s(self) -> float:

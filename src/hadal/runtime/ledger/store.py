@@ -46,7 +46,7 @@ class StoreDown(HadalError):
 
 
 class FactsRefused(HadalError):
-    """Permanent refusal of facts by a working database; each of them alone may be valid."""
+    """Permanent refusal of several facts by a working database; some of them may be valid."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ class Store:
         self._engine.dispose()
 
     def _leave_file(self) -> None:
-        """Close a file that was moved or removed, after adding the facts in its log (WAL). The log
-        is still at the old path, where a new database would remove it, or has removed it.
+        """Close a file that was moved or removed. If there is no new database at its old path,
+        first write the log (WAL) there into the file: a new database would remove that log.
         """
         try:
             if self._found() is None:

@@ -278,7 +278,7 @@ class LedgerWriter:
         try:
             self._written(self._database.store.write(facts))
         except FactsRefused as error:
-            if len(facts.requests) + len(facts.nodes) > 1:  # Find the refused ones.
+            if len(facts.requests) + len(facts.nodes) > 1:  # Find the refused facts one by one.
                 for request in facts.requests:
                     self._write(PackedFacts(requests=(request,)))
                 for nodes in facts.nodes:

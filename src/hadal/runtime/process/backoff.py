@@ -14,7 +14,7 @@ FAILED_STARTS_MAX = 3
 """Number of starts in a row without readiness at which a process is given up."""
 _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 10.0
-"""After a life longer than this, the back-off of a process begins anew."""
+"""After a run longer than this, in seconds, the back-off of a process begins anew."""
 PUT_OFF_S = 15.0
 """Seconds that a process rests, while others serve, instead of being given up. Each further rest
 without readiness in between takes twice as long, up to PUT_OFF_MAX_S.

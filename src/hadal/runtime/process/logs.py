@@ -64,7 +64,7 @@ def fields(**known: object) -> dict[str, object]:
 
 
 def about(process: str) -> dict[str, object]:
-    """Return the `extra` of a log call for a line about `process`, perhaps another process."""
+    """Return the `extra` of a log call for a line about `process`, which may be another."""
     return {_FIELDS: _whereabouts(process)}
 
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 EXIT_STUCK = 70
 """Exit code: a step took longer than its deadline."""
 EXIT_FATAL = 71
-"""Exit code: a bug, the leader or an effect raised."""
+"""Exit code: an unexpected exception, for example of the leader or of an effect."""
 
 EXIT_LEASE = 72
 """Exit code: an agent received no orders from its supervisor for the length of its lease."""
@@ -46,7 +46,7 @@ EXIT_LEASE = 72
 MAX_DESCRIPTORS = 1 << 16
 RUN_FILE = "run.json"
 FOLDER_PREFIX = "hadal-"
-"""Prefix of the names of run folders for which the user named no folder."""
+"""Prefix of the names of temporary run folders."""
 _YOUNG_S = 60.0
 """A younger run folder is not stale: its process may not listen yet."""
 _PROBE_S = 1.0

@@ -73,7 +73,7 @@ class RolloutStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Status of one run. `ready`: every process is ready."""
+    """Status of one run. `ready`: every wanted process, except the console, is ready."""
 
     url: str
     run_id: str

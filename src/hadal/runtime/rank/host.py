@@ -77,7 +77,7 @@ class RankProcess:
         return open_wire(self.run, self.name, self.folder, self.epoch_number, grants), kv_wire
 
     def pinned_team(self) -> PinnedTeam:
-        """Make the team that pins its computing threads to cores."""
+        """Make the binding of its computing threads to cores."""
         return PinnedTeam(partial(cores_of, self.run.deployment, self.name), kernel_team)
 
     def make_disk(self, wake: Callable[[], None]) -> DiskStore | None:

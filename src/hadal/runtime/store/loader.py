@@ -137,7 +137,7 @@ class Loader:
             "disk-load", self._run, wake, num_threads=NUM_THREADS
         )
         self._lock = self._worker.changed
-        """Guards the loads, too: a load is not given up while one of its pieces is copied."""
+        """Lock of worker and loads: no load is given up while one of its pieces is copied."""
         self._worker.start()
 
     def submit(self, effect: ReadBlocks) -> None:

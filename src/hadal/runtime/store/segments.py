@@ -43,7 +43,7 @@ from hadal.runtime.process.private import open_private
 
 Words = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
-"""[slots, slot_bytes]"""
+"""Bytes of blocks, such as [slots, slot_bytes]."""
 PAGE = 4096
 SUFFIX = ".seg"
 NEW_SUFFIX = ".new"
@@ -301,7 +301,7 @@ def sum_of(block: Bytes) -> bytes:
 
 
 def names_of(records: Words) -> list[bytes]:
-    """Return the names in records."""
+    """Return the block name of each record."""
     return list(split(np.ascontiguousarray(records[:, NAME]).tobytes()))
 
 
@@ -311,7 +311,7 @@ def slot_bytes_of(block_bytes: int) -> int:
 
 
 def segment_bytes(num_slots: int, block_bytes: int) -> int:
-    """Return the size of a segment's file."""
+    """Return the size of a segment's file, in bytes."""
     return _layout(num_slots, slot_bytes_of(block_bytes))[-1]
 
 

@@ -295,7 +295,7 @@ def _names(records: Words) -> _Names:
 
 
 def _first(names: _Names) -> Words:
-    """Return the first half of each name."""
+    """Return the first 8 bytes of each name, as uint64."""
     return np.ascontiguousarray(names).view("<u8")[::2]
 
 

@@ -150,12 +150,12 @@ class DiskWriter:
             "disk-store", self._run, wake, pick=self._next_batch, in_background=True
         )
         self._lock = self._worker.changed
-        """Guards the stores and the pause, too."""
+        """Lock of the worker, of the stores and of the pause."""
         self._helper.start()
         self._worker.start()
 
     def submit(self, effect: StoreBlocks) -> None:
-        """Queue a store, or refuse it at once; `take` returns its outcome."""
+        """Queue a store, or refuse it immediately; `take` returns its outcome."""
         names, now_s = list(split(effect.names)), time.monotonic()
         if not len(names) == len(effect.positions) == len(effect.block_ids):
             raise ValueError(

@@ -1,7 +1,7 @@
 """The ends of processes: reports them to other processes, and decides on restarts.
 
 process/backoff decides how long a child backs off. The front decides if requests survive: it is
-sent UnitDown at once, or LeaderDown if ranks wait for another leader.
+sent UnitDown immediately, or LeaderDown if ranks wait for another leader.
 """
 
 from __future__ import annotations

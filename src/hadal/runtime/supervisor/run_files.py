@@ -35,7 +35,7 @@ class RunFiles:
         return self._run
 
     def replace_run(self, run: Run) -> None:
-        """Write another run.json at once. Raises OSError; then the run is unchanged."""
+        """Write another run.json immediately. Raises OSError; then the run is unchanged."""
         write_run(self.folder, run)
         self._run = run
 

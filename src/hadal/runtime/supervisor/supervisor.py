@@ -54,7 +54,7 @@ from hadal.runtime.wire import open_wire
 EPOCHS_OF_A_TERM = 1 << 20
 """Epoch numbers per supervisor, so that processes of a later supervisor have higher ones."""
 _LOOK_S = 0.1
-"""Longest time between two looks while nodes send only heartbeats."""
+"""Longest time between two calls of `_look` while nodes send only heartbeats."""
 _WARMING_S = 0.02
 """Time between two checks if units can be forked yet."""
 

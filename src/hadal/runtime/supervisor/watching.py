@@ -26,7 +26,7 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger("hadal.supervisor")
 
 MAX_WAIT_S = 0.5
-"""Longest time between two looks at running processes."""
+"""Longest time between two checks of running processes."""
 
 
 class Watching:

@@ -61,7 +61,7 @@ _MAGIC = b"HADALP01"
 _CHALLENGE_BYTES = len(_MAGIC) + NONCE_BYTES
 _NAME_BYTES = 128
 F = TypeVar("F")
-"""A frame, or a union of them."""
+"""Type of a frame, or a union of frame types."""
 T = TypeVar("T")
 
 
@@ -75,8 +75,8 @@ class BadPeer(HadalError):
 
 class Channel:
     """A socket after the handshake. `name`: the name that the connecting side gave. Every record is
-    tagged if the other end is on another host. Raises OSError: silence, the deadline, an end in the
-    middle, NotProven.
+    tagged if the other end is on another host. Methods raise OSError after silence, the deadline or
+    an early end, and NotProven.
     """
 
     def __init__(self, connection: socket.socket, handshake: Handshake, name: str) -> None:
@@ -415,8 +415,8 @@ def deadline_of(num_bytes: int) -> float:
 
 
 def fill(connection: socket.socket, view: memoryview, deadline_s: float, silence_s: float) -> None:
-    """Receive bytes until `view` is full. Raises OSError: silence for `silence_s`, the deadline, or
-    an end in the middle.
+    """Receive bytes until `view` is full. Raises OSError after silence of `silence_s`, at the
+    deadline, or at an early end.
     """
     while view:
         wait(connection, deadline_s, silence_s)

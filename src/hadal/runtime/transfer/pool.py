@@ -77,7 +77,7 @@ class KvPool:
         self.blocks: NDArray[np.uint8] = np.frombuffer(self.cache, dtype=np.uint8).reshape(
             self.num_blocks, self.block_bytes
         )
-        """[P, bytes of a block]"""
+        """Bytes of all blocks, [P, block_bytes]."""
         self._toucher: threading.Thread | None = None
         """Owner's thread in `_touch`. It refers to the pool, so a reader has none: the reader's
         mapping goes with the last view.
