@@ -392,7 +392,8 @@ class Agent:
 
     def _speak(self, now_s: float) -> None:
         """Send new output lines, and the processes' state if it changed or the beat is due."""
-        if self._said is None:  # The supervisor must know the processes before it gets their lines.
+        # Report them first: the supervisor drops lines of unknown processes.
+        if self._said is None:
             self._say_news(now_s, self._facts())
         for name, running in self._running.items():
             while running.lines:

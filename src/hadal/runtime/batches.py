@@ -51,7 +51,7 @@ _FROM = {
 _LOCK = 0x48414442
 """First half of PostgreSQL's advisory lock keys here ("HADB")."""
 MAX_CHARGES = 4096
-"""Number of charges (costs of written lines) read at once."""
+"""Largest number of charges (costs of written lines) per read."""
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 """Purposes of files: an upload for a batch, and a file that a batch has made."""
 

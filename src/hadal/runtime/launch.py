@@ -55,7 +55,7 @@ def serve(
     announce: Announce,
     forks: Forks,
 ) -> int:
-    """Run until told to stop. Return the exit code. Raises ConfigError if the start fails.
+    """Serve until a signal or failure. Return the exit code. Raises ConfigError if the start fails.
 
     `forks` was started before, so that it imports torch while the deployment is read.
     """

@@ -49,7 +49,7 @@ _MAX_LINES = 10_000
 _PUMP_S = 0.05
 """Longest wait for one batch of agents' messages while the run ends."""
 _ADOPT_S = 5.0
-"""Time that agents have to contact a new supervisor, once they may know of it."""
+"""Time for agents to contact a new supervisor, from the lender's first report on."""
 
 
 class _RemoteLines:

@@ -1,7 +1,7 @@
 """Size of each KV pool: set by the deployment, else a share of the memory that weights leave.
 
 Pure arithmetic. `hadal serve` decides once and writes the blocks into the deployment. So units,
-their restarts and their successors have equal pools, whatever memory is free by then.
+their restarts and their successors have equal pools, even if the free memory has changed.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class RayLender:
         _internal_kv_put(self._name.encode(), packed, namespace=_NAMESPACE)
 
     def _claim(self) -> bool:
-        """Claim this supervisor's term; of several that start at once, the first succeeds. Return
+        """Claim this supervisor's term; of several at the same time, the first succeeds. Return
         False if another has the term.
         """
         term, claim = self._joining.run.term, self._joining.supervisor.endpoint.encode()

@@ -1,4 +1,4 @@
-"""Work of a host beside its steps: KV pulls, layers being staged, and the disk cache.
+"""Work of a host in parallel to its steps: KV pulls, layers being staged, and the disk cache.
 
 Each kind has its own threads; all methods are called from the host's thread. Does not depend on
 roles or steps.
@@ -59,7 +59,7 @@ Wake = Callable[[], None]
 
 @dataclass(frozen=True)
 class SideParts:
-    """Parts of a host for work beside its steps. Each maker gets a function that wakes the host."""
+    """Parts of a host for work in parallel to steps. Makers get a function that wakes the host."""
 
     pool: KvPool | None = None
     """KV pool; None: the host's ranks are elsewhere."""

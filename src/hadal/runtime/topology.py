@@ -129,8 +129,8 @@ def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
 
 def place_units(deployment: Deployment) -> list[UnitNodes]:
     """Place units on nodes in order. A unit that fills nodes gets its own; a small one gets the
-    first node with enough room that no unit fills. A single host has room for any number of CPU
-    ranks; in a cluster, `ranks_per_node` of them fill a node.
+    first node with enough free devices that no unit fills. A single host has room for any number of
+    CPU ranks; in a cluster, `ranks_per_node` of them fill a node.
     """
     placed: list[UnitNodes] = []
     used: list[int] = []

@@ -65,7 +65,7 @@ from hadal.runtime.wire_sockets import (
 )
 
 MAX_BATCH = 256
-"""Maximum number of messages returned at once, so that timers are checked in between."""
+"""Maximum number of messages per `receive`, so that timers are checked in between."""
 ACK_S = 0.2
 """Time that an acknowledgement may wait for a message in its direction, to be sent with it."""
 ACK_AFTER = 256

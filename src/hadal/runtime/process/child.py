@@ -175,7 +175,7 @@ class Child:
             self._process.send_signal(number)
 
     def replace(self) -> None:
-        """Kill the process so that its successor starts at once. That is not the process's own
+        """Kill the process so that its successor starts immediately. That is not the process's own
         fault and does not count as a crash.
         """
         if self._process is not None:

@@ -406,7 +406,7 @@ def _become(job: Job, fds: list[int], supervisor_pid: int) -> NoReturn:
     os.environ.update(job.environment)
     sys.argv = list(job.arguments)
     code = int(importlib.import_module(job.arguments[0]).main())
-    # The interpreter's shutdown frees objects one by one, the kernel frees them at once: 0.25 s of
+    # The interpreter's shutdown frees objects one by one, the kernel frees them together: 0.25 s of
     # a core in a process that has torch. The module has closed all of Hadal's own objects.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -30,7 +30,7 @@ class Starting:
         self._has_bar = has_bar
         self._bar: Bar | None = None
         self._logged_s: float | None = None
-        """Time of the last log line, else of the first look; None while no process starts."""
+        """Time of the last log line, else of the first `look`; None while no process starts."""
 
     def look(self, now_s: float) -> None:
         """Show the progress of all starts. Called a few times per second."""

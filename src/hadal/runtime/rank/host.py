@@ -129,7 +129,7 @@ def make_host(
 
 
 def _host_alone(process: RankProcess) -> tuple[UnitHost, list[Effect]]:
-    """Make the host of a unit of one rank: its leader plans for the Runner beside it."""
+    """Make the host of a unit of one rank: its leader plans for the Runner in this process."""
     run, config, role = process.run, process.config, process.role
     runner = make_lone_runner(run.deployment, config, role, process.pool, process.device)
     _freeze()
@@ -223,8 +223,8 @@ def make_group(
     """Make the group for exchanges with the peers. `folder`: there the unit's ranks find each
     other. Raises ConfigError if there is no such transport.
 
-    The mesh reports a broken connection to `news` at once. Torch's groups notice a lost peer only
-    in an exchange with it; an idle rank gets the news from the leader.
+    The mesh reports a broken connection to `news` immediately. Torch's groups notice a lost peer
+    only in an exchange with it; an idle rank gets the news from the leader.
     """
     deployment, deadline_s = run.deployment, run.deployment.collective_timeout_s
     if deployment.transport == "tcp":

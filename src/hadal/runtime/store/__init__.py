@@ -1,1 +1,1 @@
-"""The disk cache: segments of blocks, their owners, and reads and writes beside the steps."""
+"""The disk cache: segments of blocks, their owners, and reads and writes in parallel to steps."""

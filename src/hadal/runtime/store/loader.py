@@ -5,7 +5,7 @@
 A load is cut into pieces, which several threads read in parallel. A disk may hang: a load without
 progress for a while is answered with the blocks read so far. Its thread stays blocked, with its own
 buffer, and late data is dropped, so the blocks of the pool are free after the answer. While all
-threads hang, loads fail at once.
+threads hang, loads fail immediately.
 
 Uses only the names and locations of its loads: a block that is not at its location is gone.
 """

@@ -1,9 +1,9 @@
 """View of the blocks on disk, from all writers: reads the folder periodically, and reports added
 and removed blocks to a leader.
 
-A look reads the change words of every segment of this model, and the tables of changed segments.
-Uses that a leader reports are counted in the segments, where their writers read them. During any
-trouble with the folder its blocks count as gone. The leader never waits for any of this.
+Each scan reads the change words of every segment of this model, and the tables of changed segments.
+Uses that a leader reports are counted in the segments, where their writers read them. While the
+folder cannot be read, its blocks count as removed. The leader never waits for any of this.
 
 Independent of the use of blocks; reads no block.
 """
@@ -77,7 +77,7 @@ class _KnownSegments:
         self._missed_from_s = time.monotonic() + FOLDER_S
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the segments in the folder; none during trouble with the folder."""
+        """Return the numbers of the segments in the folder; none if it cannot be read."""
         try:
             numbers = segment_numbers(self._folder)
             self._missed_from_s = 0.0
@@ -109,7 +109,7 @@ class _KnownSegments:
         except OSError as error:
             self._number_to_stat.pop(
                 number, None
-            )  # The next look may succeed even if the file does not change.
+            )  # The next scan may succeed even if the file does not change.
             self._troubles.note_error("open", error)
             return None
         try:

@@ -62,7 +62,7 @@ class Children:
         return self.nodes is None or self.plans[child.name].node is None
 
     def ranks_of(self, unit: str) -> list[Child]:
-        """Return the ranks of a unit of many; empty for a unit of one process."""
+        """Return the rank processes of a unit; empty for a unit of one process."""
         return [self.by_name[name] for name in self.plans[unit].ready_after]
 
     def is_ready(self) -> bool:

@@ -154,7 +154,7 @@ class Exits:
 
     def _can_spare(self, child: Child) -> bool:
         """Return True if the server can do without the process: a rank of a unit that works with
-        other ranks, a unit beside others of a fleet, or the console.
+        other ranks, a unit of a fleet with others of its role, or the console.
         """
         if child.role == CONSOLE:
             return True

@@ -137,7 +137,7 @@ class Supervisor:
                 has_other_keys=adopted is not None and adopted.api_keys != keys,
             )
         self._looked_s = 0.0
-        """Time of the last look at all parts."""
+        """Time of the last `_look`, which calls all parts."""
 
     def run(self, signals_fd: int) -> int:
         """Supervise until stopped or given up. Return the exit code."""
@@ -165,7 +165,7 @@ class Supervisor:
         return self._end.exit_code
 
     def _hear(self, message: AnyMessage) -> bool:
-        """Pass a message to its part. Return True if the other parts have to look for effects."""
+        """Pass a message to its part. Return True if `_look` should call all parts."""
         match message:
             case UnitUp():
                 self._readiness.ready(message.unit)
@@ -210,7 +210,7 @@ class Supervisor:
     def _wait_s(self) -> float:
         if self._starter.is_warming:
             return _WARMING_S
-        # Processes of nodes are started at the next look, every _LOOK_S.
+        # Processes of nodes are started at the next `_look`, every _LOOK_S.
         waits = self._children.start_times_s()
         if self._end.drain_until_s is not None:
             waits.append(self._end.drain_until_s)

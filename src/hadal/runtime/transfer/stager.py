@@ -1,4 +1,4 @@
-"""Thread that prepares layers for a flip (a change of the placement), beside the running steps:
+"""Thread that prepares layers for a flip (a change of the placement), in parallel to the steps:
 StagePlans in, Staged out, in order.
 
     host thread     submit(plan) ........................ take() -> Staged
