@@ -15,7 +15,7 @@ from hadal.commands.status import Found, units
 from hadal.core.errors import ConfigError
 from hadal.core.messages.base import SUPERVISOR
 from hadal.runtime.process.logs import LOGS_FOLDER, KeptReader
-from hadal.runtime.process.process import is_heard
+from hadal.runtime.process.process import is_listening
 
 FOLLOW_S = 0.2
 """Seconds between reads of new lines with `--follow`."""
@@ -58,6 +58,6 @@ def print_logs(found: Found, name: str | None, num_lines: int, *, is_followed: b
     is_up = is_followed
     while is_up:
         time.sleep(FOLLOW_S)
-        is_up = is_heard(found.folder / f"{SUPERVISOR}.sock")  # Before the last read of lines.
+        is_up = is_listening(found.folder / f"{SUPERVISOR}.sock")  # Before the last read of lines.
         out.writelines(in_order(reader.read() for reader in readers))
         out.flush()

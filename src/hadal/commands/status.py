@@ -25,7 +25,7 @@ from rich.text import Text
 from hadal.core.errors import ConfigError
 from hadal.core.messages.base import SUPERVISOR
 from hadal.runtime.process.child import ProcessPhase
-from hadal.runtime.process.process import FOLDER_PREFIX, RUN_FILE, is_heard, read_run
+from hadal.runtime.process.process import FOLDER_PREFIX, RUN_FILE, is_listening, read_run
 from hadal.runtime.process.status import ProcessStatus, Status, read_status, wrong_nodes
 from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_and_rank
 
@@ -63,7 +63,7 @@ def find(run_folder: Path | None) -> Found:
         # Skip other users' folders, and folders without a status yet.
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             status = read_status(folder)
-            if status is not None and is_heard(folder / f"{SUPERVISOR}.sock"):
+            if status is not None and is_listening(folder / f"{SUPERVISOR}.sock"):
                 running[folder] = status
     if not running and run_folder is not None:
         raise ConfigError(f"{run_folder}: no `hadal serve` runs there.")

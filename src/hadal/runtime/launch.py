@@ -33,7 +33,7 @@ from hadal.runtime.process.process import (
     FOLDER_PREFIX,
     RUN_FILE,
     Run,
-    is_heard,
+    is_listening,
     raise_descriptor_limit,
     remove_stale_folders,
 )
@@ -158,7 +158,7 @@ def _run_folder(asked: Path | None) -> Iterator[Path]:
     """Yield the run folder, private to this user. Afterwards remove at least its secrets."""
     if asked is not None:
         make_private(asked)
-        if is_heard(asked / f"{SUPERVISOR}.sock"):
+        if is_listening(asked / f"{SUPERVISOR}.sock"):
             raise ConfigError(f"{asked}: another `hadal serve` uses this run folder. Name another.")
         _clear_run(asked)
         shutil.rmtree(asked / LOGS_FOLDER, ignore_errors=True)

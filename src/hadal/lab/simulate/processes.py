@@ -38,24 +38,24 @@ def processes(num_jobs: int) -> Iterator[Executor]:
     interrupted.
     """
     # SIGINT may be ignored already: a shell starts background jobs that way.
-    is_heard = (
+    is_handled = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
     pool = Processes(num_jobs)
-    if is_heard:
+    if is_handled:
         signal.signal(signal.SIGINT, _interrupt_once)
     try:
         yield pool
         pool.shutdown()
     except BaseException as error:
-        if is_heard:
+        if is_handled:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         pool.end()
-        if is_heard and not isinstance(error, KeyboardInterrupt):
+        if is_handled and not isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.default_int_handler)
         raise
-    if is_heard:
+    if is_handled:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -214,11 +214,11 @@ class Fleet:
 
     def _settle_drain(self, now_s: float, unit: FleetUnit, facts: UnitFacts | None) -> None:
         drained_s = now_s - unit.since_s
-        is_heard = facts is not None and facts.drain_number == unit.drain_number
-        is_empty = is_heard and facts is not None and facts.num_requests == 0
+        is_reported = facts is not None and facts.drain_number == unit.drain_number
+        is_empty = is_reported and facts is not None and facts.num_requests == 0
         if is_empty or drained_s >= self._drain_timeout_s + DRAIN_GRACE_S:
             self._stop(now_s, unit)
-        elif not is_heard and now_s - unit.asked_s >= RESEND_S:
+        elif not is_reported and now_s - unit.asked_s >= RESEND_S:
             # A drain is lost with the front that died; the next front gets it here.
             self._ask_drain(now_s, unit, max(0.0, self._drain_timeout_s - drained_s))
 

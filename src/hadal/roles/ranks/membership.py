@@ -234,9 +234,9 @@ class UnitMembership:
     def formed(self, now_s: float, message: RankFormed) -> None:
         """Handle a member's answer to RankForm."""
         formed, index = message.formed, message.rank
-        is_heard = self._processes.heard(now_s, index, message.epoch)
+        is_current = self._processes.heard(now_s, index, message.epoch)
         if (
-            not is_heard
+            not is_current
             or self.phase is not UnitPhase.FORMING
             or formed.formation != self.formation
         ):

@@ -102,7 +102,7 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{path}: not the run folder of a supervisor ({error}).") from error
 
 
-def is_heard(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Return True if a process listens on a Unix socket; a killed one leaves its file behind."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_PROBE_S)
@@ -123,7 +123,7 @@ def remove_stale_folders() -> None:
         try:
             is_old = time.time() - (folder / RUN_FILE).stat().st_mtime > _YOUNG_S
             is_ours = folder.stat().st_uid == os.geteuid()
-            if is_old and is_ours and not any(map(is_heard, folder.glob("*.sock"))):
+            if is_old and is_ours and not any(map(is_listening, folder.glob("*.sock"))):
                 shutil.rmtree(folder)
         except OSError as error:  # Not a run folder, or already gone.
             log.debug("cannot remove the old run folder %s: %s", folder, error)
