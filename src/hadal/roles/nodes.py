@@ -64,7 +64,7 @@ class Node:
         self.ordered_s = -math.inf
         self.processes: dict[str, FarProcess] = {}
         """Name -> the process in its latest epoch."""
-        self.told: dict[str, Address] | None = None
+        self.sent_addresses: dict[str, Address] | None = None
         """Addresses last sent to the node's agent; None: none were sent to this agent."""
 
     @property
@@ -119,18 +119,18 @@ class Nodes:
                 running[name] = node.number
         return problems
 
-    def heard(self, now_s: float, news: NodeNews) -> bool:
+    def update(self, now_s: float, news: NodeNews) -> bool:
         """Apply an agent's message. Return True for a new agent, which has no orders yet."""
         node = self.nodes[news.node]
         if (node.number, news.boot) in self._gone:
-            self._say(agent_name(node.number, news.boot), NodeOrders((), is_over=True))
+            self._send(agent_name(node.number, news.boot), NodeOrders((), is_over=True))
             return False
         is_new = node.news is None or node.news.boot != news.boot
         if is_new and node.news is not None:
             self._gone.add((node.number, node.news.boot))
-            self._say(node.agent, NodeOrders((), is_over=True))
+            self._send(node.agent, NodeOrders((), is_over=True))
             self._lose(node, "its node's agent was started again")
-            node.told = None
+            node.sent_addresses = None
         self.has_moved |= is_new or node.phase is not NodePhase.UP
         node.news, node.heard_s = news, now_s
         node.phase = NodePhase.UP
@@ -196,7 +196,7 @@ class Nodes:
             for name, process in node.processes.items():
                 if process.code is None:
                     wanted.pop(name, None)
-            if node.phase is NodePhase.UP and wanted != node.told:
+            if node.phase is NodePhase.UP and wanted != node.sent_addresses:
                 self.order(now_s, node, wanted)
 
     def tick(self, now_s: float) -> list[Node]:
@@ -243,16 +243,16 @@ class Nodes:
         node = self.nodes[number]
         if node.news is not None:
             self._gone.add((number, node.news.boot))
-            self._say(node.agent, NodeOrders((), is_over=True))
+            self._send(node.agent, NodeOrders((), is_over=True))
         self._lose(node, "its node was given back")
         self.nodes[number] = Node(number)
 
     def order(self, now_s: float, node: Node, addresses: dict[str, Address] | None = None) -> None:
         """Send a node all processes that it must run, and the addresses that these may connect to."""
         node.ordered_s = now_s
-        node.told = node.told if addresses is None else addresses
+        node.sent_addresses = node.sent_addresses if addresses is None else addresses
         if node.agent:
-            self._say(
+            self._send(
                 node.agent,
                 NodeOrders(_orders(node.processes), addresses, num_rollouts=self.num_rollouts),
             )
@@ -261,9 +261,9 @@ class Nodes:
         """Dismiss all agents: the run is over."""
         for node in self.nodes:
             if node.agent:
-                self._say(node.agent, NodeOrders((), is_over=True))
+                self._send(node.agent, NodeOrders((), is_over=True))
 
-    def _say(self, agent: str, orders: NodeOrders) -> None:
+    def _send(self, agent: str, orders: NodeOrders) -> None:
         self._sends.append(Send(agent, orders))
 
     def _lose(self, node: Node, reason: str) -> None:

@@ -34,7 +34,7 @@ class Lending:
         self._kept: frozenset[Group] = frozenset(groups if adopts else ())
         self._found_s: dict[Group, float] = {}
         """Group -> time since which it is found; each of its nodes should have an agent."""
-        self._complaint = self._told = ""
+        self._complaint = self._reported = ""
         """Current complaint, and the one at the last call of `complaint`."""
         self._asked_s, self._heard_s = -math.inf, math.inf
         self._is_silent = False
@@ -54,7 +54,7 @@ class Lending:
             for number in group:
                 yield number, found_s
 
-    def hear(self, now_s: float, message: NodesKept) -> None:
+    def handle(self, now_s: float, message: NodesKept) -> None:
         """Apply a report of the lender."""
         self._complaint, self._heard_s = message.complaint, now_s
         before_s = self._found_s
@@ -84,5 +84,5 @@ class Lending:
 
     def complaint(self) -> str:
         """Return why nodes are missing, at the first call after that began; else empty."""
-        told, self._told = self._told, self._complaint
-        return self._complaint if bool(told) != bool(self._complaint) else ""
+        reported, self._reported = self._reported, self._complaint
+        return self._complaint if bool(reported) != bool(self._complaint) else ""

@@ -241,10 +241,10 @@ class LiveNodes:
         elsewhere = self._processes.get(name)
         return self._nodes.nodes[elsewhere.node].host if elsewhere is not None else ""
 
-    def hear(self, now_s: float, message: NodeNews | Printed | NodesKept) -> bool:
+    def handle(self, now_s: float, message: NodeNews | Printed | NodesKept) -> bool:
         """Handle a message of an agent or the lender. Return True if the supervisor should act."""
         if isinstance(message, NodesKept):
-            self._lending.hear(now_s, message)
+            self._lending.handle(now_s, message)
             self._adopt_until_s = min(self._adopt_until_s, now_s + _ADOPT_S)
             return False
         if isinstance(message, Printed):
@@ -265,7 +265,7 @@ class LiveNodes:
             return False
         node = self._nodes.nodes[message.node]
         was = node.phase
-        if self._nodes.heard(now_s, message):
+        if self._nodes.update(now_s, message):
             self._fitness.look(message)
             log.info("node %d is %s", message.node, message.host)
             self._adopt(message.node)
@@ -393,7 +393,7 @@ class LiveNodes:
         """Receive and handle only agents' messages, while the run ends."""
         for message in self._wire.receive(timeout_s):
             if isinstance(message, NodeNews | Printed):
-                self.hear(time.monotonic(), message)
+                self.handle(time.monotonic(), message)
         self._nodes.tick(time.monotonic())
         self._send_what_was_said()
 

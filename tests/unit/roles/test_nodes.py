@@ -71,14 +71,14 @@ class Book(Nodes):
         while self.now_s < until_s - 1e-9:
             self.now_s = min(self.now_s + STEP_S, until_s)
             for each in speaking:
-                self.heard(self.now_s, each)
+                self.update(self.now_s, each)
             lost += [node.number for node in self.tick(self.now_s)]
         return lost
 
     def up(self, *numbers: int) -> Self:
         """Let the agents of these nodes report."""
         for number in numbers:
-            assert self.heard(self.now_s, news(number))
+            assert self.update(self.now_s, news(number))
         self.tick(self.now_s)
         return self
 
@@ -95,8 +95,8 @@ def test_a_node_is_there_once_its_agent_speaks() -> None:
     assert [node.phase for node in book.nodes] == [NodePhase.ABSENT] * 2
     assert book.pass_time(10 * TIMEOUT_S) == []
     assert book.sent == [], "nobody is known"
-    assert book.heard(book.now_s, news(1, host="gpu-7"))
-    assert not book.heard(book.now_s, news(1, host="gpu-7")), "it was known"
+    assert book.update(book.now_s, news(1, host="gpu-7"))
+    assert not book.update(book.now_s, news(1, host="gpu-7")), "it was known"
     assert [node.phase for node in book.nodes] == [NodePhase.ABSENT, NodePhase.UP]
     assert [node.host for node in book.nodes] == ["", "gpu-7"]
     assert [node.agent for node in book.nodes] == ["", "node-1-b1"]
@@ -119,7 +119,7 @@ def test_a_supervisor_that_stood_still_itself_loses_nobody(is_heard_first: bool)
     book.pass_time(1.0)  # The node was silent.
     book.now_s += 60.0  # The supervisor itself did not run: this is not the node's silence.
     if is_heard_first:
-        book.heard(book.now_s, news(0))
+        book.update(book.now_s, news(0))
     assert book.tick(book.now_s) == []
     assert process.code is None
     silent_s = 0.0 if is_heard_first else 1.0
@@ -159,10 +159,10 @@ def test_what_a_node_says_of_its_processes_is_known() -> None:
     book = Book().up(0)
     first = book.run(book.now_s, 0, order("decode-0"))
     assert (first.code, first.news.pid) == (None, 0)
-    book.heard(book.now_s, news(0, runs("decode-0", at=address(0))))
+    book.update(book.now_s, news(0, runs("decode-0", at=address(0))))
     assert (first.code, first.news.pid) == (None, 1001)
     assert book.addresses() == {"decode-0": address(0)}
-    book.heard(book.now_s, news(0, runs("decode-0", code=3)))
+    book.update(book.now_s, news(0, runs("decode-0", code=3)))
     assert (first.code, first.reason) == (3, "")
     assert book.addresses() == {}
     book.orders("node-0-b1")
@@ -171,7 +171,7 @@ def test_what_a_node_says_of_its_processes_is_known() -> None:
     second = book.run(book.now_s, 0, order("decode-0", 2))
     assert [names(each) for each in book.orders("node-0-b1")] == [{"decode-0": 2}]
     # Reports of the earlier life, or of a process that was not ordered, do not affect the second.
-    book.heard(book.now_s, news(0, runs("decode-0", code=3), runs("decode-9")))
+    book.update(book.now_s, news(0, runs("decode-0", code=3), runs("decode-9")))
     assert (second.code, second.news.pid) == (None, 0)
     assert book.nodes[0].processes.keys() == {"decode-0"}
 
@@ -180,7 +180,7 @@ def test_what_ran_on_a_lost_node_is_over_with_a_reason() -> None:
     book = Book().up(0, 1)
     ended, lost = (book.run(book.now_s, 0, order(name)) for name in ("decode-0", "decode-1"))
     other = book.run(book.now_s, 1, order("decode-2"))
-    book.heard(book.now_s, news(0, runs("decode-0", code=3), runs("decode-1", at=address(0))))
+    book.update(book.now_s, news(0, runs("decode-0", code=3), runs("decode-1", at=address(0))))
     assert book.pass_time(2 * TIMEOUT_S, news(1, runs("decode-2", at=address(1)))) == [0]
     assert (ended.code, ended.reason) == (3, "")
     assert lost.code == -signal.SIGKILL
@@ -203,20 +203,20 @@ def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() 
     book.run(book.now_s, 1, order("decode-0", 2))
     # It may receive again before it is heard: orders are sent all the time.
     assert {each.processes for each in book.orders("node-0-b1")[-3:]} == {()}
-    assert not book.heard(book.now_s, speaks[0])
+    assert not book.update(book.now_s, speaks[0])
     assert book.nodes[0].phase is NodePhase.UP
-    book.heard(book.now_s, news(0, runs("decode-0", at=address(0, 9))))
+    book.update(book.now_s, news(0, runs("decode-0", at=address(0, 9))))
     assert given_up.code == -signal.SIGKILL, "though it runs still"
     assert given_up.news.address is None, "nobody asks any more"
     assert book.addresses() == {"decode-1": address(1)}
     book.pass_time(2 * AGENT_BEAT_S, *speaks)
     assert {each.processes for each in book.orders("node-0-b1")} == {()}
-    book.heard(book.now_s, news(1, runs("decode-1", at=address(1)), runs("decode-0", 2, code=0)))
+    book.update(book.now_s, news(1, runs("decode-1", at=address(1)), runs("decode-0", 2, code=0)))
     again = book.run(book.now_s, 0, order("decode-0", 3))
-    book.heard(book.now_s, speaks[0])
+    book.update(book.now_s, speaks[0])
     assert (again.news.epoch_number, again.news.address) == (3, None), "that was the first life"
     assert [names(each) for each in book.orders("node-0-b1")] == [{"decode-0": 3}]
-    book.heard(book.now_s, news(0, runs("decode-0", 3, address(0, 3))))
+    book.update(book.now_s, news(0, runs("decode-0", 3, address(0, 3))))
     assert book.addresses()["decode-0"] == address(0, 3)
 
 
@@ -236,7 +236,7 @@ def test_signals_are_part_of_the_orders_and_kill_stands_above_all() -> None:
     assert (process.order.arguments, process.order.threads) == (order("decode-0").arguments, 2)
     book.tick(book.now_s + AGENT_BEAT_S)
     assert [each.processes[0].signal for each in book.orders("node-0-b1")] == [signal.SIGKILL]
-    book.heard(book.now_s, news(0, runs("decode-0", code=-9)))
+    book.update(book.now_s, news(0, runs("decode-0", code=-9)))
     assert told(signal.SIGTERM) == [], "there is nobody to hear it"
     # The next life begins without the signal.
     assert book.run(book.now_s, 0, order("decode-0", 2)).order.signal == 0
@@ -257,9 +257,9 @@ def test_a_process_that_was_lost_with_its_node_is_not_signalled_there() -> None:
 def test_of_two_agents_the_later_counts_and_the_earlier_is_told_to_leave() -> None:
     book = Book().up(0)
     process = book.run(book.now_s, 0, order("decode-0"))
-    book.heard(book.now_s, news(0, runs("decode-0", at=address(0))))
+    book.update(book.now_s, news(0, runs("decode-0", at=address(0))))
     book.orders("node-0-b1")
-    assert book.heard(book.now_s, news(0, boot="b2", host="another"))
+    assert book.update(book.now_s, news(0, boot="b2", host="another"))
     assert process.code == -signal.SIGKILL
     assert "agent was started again" in process.reason
     assert (book.nodes[0].phase, book.nodes[0].host) == (NodePhase.UP, "another")
@@ -268,13 +268,13 @@ def test_of_two_agents_the_later_counts_and_the_earlier_is_told_to_leave() -> No
     # The earlier agent may have missed it, or was cut off: each report gets the order again.
     for _ in range(3):
         said = news(0, runs("decode-0", 2, address(0, 2)))
-        assert not book.heard(book.now_s, said)
+        assert not book.update(book.now_s, said)
         assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]
     assert (book.nodes[0].host, second.news.address) == ("another", None)
     assert not any(each.is_over for each in book.orders("node-0-b2"))
     # Reports of the earlier agent do not keep the node alive.
     assert book.pass_time(2 * TIMEOUT_S, news(0)) == [0]
-    assert not book.heard(book.now_s, news(0, boot="b2"))
+    assert not book.update(book.now_s, news(0, boot="b2"))
     assert book.nodes[0].phase is NodePhase.UP
 
 
@@ -282,9 +282,9 @@ def test_an_agent_that_follows_one_that_was_lost() -> None:
     book = Book().up(0)
     process = book.run(book.now_s, 0, order("decode-0"))
     book.pass_time(2 * TIMEOUT_S)
-    assert book.heard(book.now_s, news(0, boot="b2"))
+    assert book.update(book.now_s, news(0, boot="b2"))
     assert "not been heard" in process.reason, "it was over before"
-    assert not book.heard(book.now_s, news(0))
+    assert not book.update(book.now_s, news(0))
     assert book.orders("node-0-b1")[-1].is_over
 
 
@@ -300,12 +300,12 @@ def test_a_node_that_is_given_back() -> None:
     node = book.nodes[0]
     assert (node.phase, node.host, node.processes) == (NodePhase.ABSENT, "", {})
     # Its agent may have missed it.
-    assert not book.heard(book.now_s, news(0, runs("decode-0", at=address(0))))
+    assert not book.update(book.now_s, news(0, runs("decode-0", at=address(0))))
     assert book.nodes[0].phase is NodePhase.ABSENT
     assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]
     assert book.pass_time(10.0, news(1)) == []
     # The same node is lent again.
-    assert book.heard(book.now_s, news(0, boot="b2"))
+    assert book.update(book.now_s, news(0, boot="b2"))
     assert book.nodes[0].phase is NodePhase.UP
     book.release(0)
     book.release(0)  # No agent is left to send to.
@@ -319,12 +319,12 @@ def test_what_runs_when_an_agent_speaks_first_goes_on_in_its_latest_life() -> No
     book.pass_time(1.0, first)
     assert names(book.orders("node-0-b1")[-1]) == {"decode-0": 1, "decode-0.0": 1}
     later = news(1, runs("decode-0", 2), runs("decode-0.1", 1), runs("prefill-0", code=0))
-    book.heard(book.now_s, later)
+    book.update(book.now_s, later)
     assert "followed by another, on node 1" in book.nodes[0].processes["decode-0"].reason
     book.pass_time(1.0, first, later)
     assert names(book.orders("node-0-b1")[-1]) == {"decode-0.0": 1}
     assert names(book.orders("node-1-b1")[-1]) == {"decode-0": 2, "decode-0.1": 1}
-    book.heard(book.now_s, news(0, runs("decode-0.1", 1)))
+    book.update(book.now_s, news(0, runs("decode-0.1", 1)))
     assert "decode-0.1" not in book.nodes[0].processes, "only at an agent's first word"
 
 
@@ -349,7 +349,7 @@ def test_a_node_hears_of_all_units_and_gateways_and_of_ranks_of_its_own_units() 
     for number, on_it in places.items():
         for name in on_it:
             book.run(book.now_s, number, order(name))
-        book.heard(book.now_s, news(number, *(runs(name, at=address(number)) for name in on_it)))
+        book.update(book.now_s, news(number, *(runs(name, at=address(number)) for name in on_it)))
     here = {"front": Address(1, "tcp://10.0.0.9:1"), "gateway-1": Address(1, "tcp://10.0.0.9:2")}
     book.listen_here(here)
     book.sent.clear()
@@ -376,23 +376,23 @@ def test_a_change_is_told_to_whom_it_concerns() -> None:
     book = Book(3).up(0, 1, 2)
     for number, name in enumerate(("decode-0", "decode-0.0", "prefill-0")):
         book.run(book.now_s, number, order(name))
-        book.heard(book.now_s, news(number, runs(name, at=address(number))))
+        book.update(book.now_s, news(number, runs(name, at=address(number))))
     book.tell_addresses(book.now_s)
     book.sent.clear()
     # A rank has another address in its next life: only its leader's node needs it.
-    book.heard(book.now_s, news(1, runs("decode-0.0", code=1)))
+    book.update(book.now_s, news(1, runs("decode-0.0", code=1)))
     book.run(book.now_s, 1, order("decode-0.0", 2))
     book.sent.clear()
     book.tell_addresses(book.now_s)
     assert {to for to, _ in book.sent} == {"node-0-b1"}
     assert book.orders("node-0-b1")[0].addresses == {"prefill-0": address(2)}
-    book.heard(book.now_s, news(1, runs("decode-0.0", 2, address(1, 2))))
+    book.update(book.now_s, news(1, runs("decode-0.0", 2, address(1, 2))))
     book.tell_addresses(book.now_s)
     assert {to for to, _ in book.sent} == {"node-0-b1"}
     found = book.orders("node-0-b1")[0].addresses
     assert found == {"prefill-0": address(2), "decode-0.0": address(1, 2)}
     # A unit that ended is removed: all other nodes are informed.
-    book.heard(book.now_s, news(2, runs("prefill-0", code=1)))
+    book.update(book.now_s, news(2, runs("prefill-0", code=1)))
     book.tell_addresses(book.now_s)
     assert {to for to, _ in book.sent} == {"node-0-b1", "node-1-b1"}
 
@@ -401,9 +401,9 @@ def test_a_process_that_moved_away_is_heard_of_where_it_was() -> None:
     book = Book().up(0, 1)
     book.run(book.now_s, 0, order("decode-0"))
     book.run(book.now_s, 0, order("decode-0.0"))
-    book.heard(book.now_s, news(0, runs("decode-0", code=1), runs("decode-0.0", at=address(0))))
+    book.update(book.now_s, news(0, runs("decode-0", code=1), runs("decode-0.0", at=address(0))))
     book.run(book.now_s, 1, order("decode-0", 2))
-    book.heard(book.now_s, news(1, runs("decode-0", 2, address(1, 2))))
+    book.update(book.now_s, news(1, runs("decode-0", 2, address(1, 2))))
     book.tell_addresses(book.now_s)
     assert book.orders("node-0-b1")[-1].addresses == {"decode-0": address(1, 2)}
     assert book.orders("node-1-b1")[-1].addresses == {"decode-0.0": address(0)}
@@ -424,15 +424,15 @@ def test_who_is_not_there_is_told_no_addresses_and_all_when_it_comes() -> None:
     book.listen_here(later)
     book.tell_addresses(book.now_s)
     assert book.orders("node-0-b1") == []
-    book.heard(book.now_s, news(0))
+    book.update(book.now_s, news(0))
     book.tell_addresses(book.now_s)
     assert book.orders("node-0-b1")[-1].addresses == later
     # A new agent has no addresses, though nothing has changed.
-    book.heard(book.now_s, news(0, boot="b2"))
+    book.update(book.now_s, news(0, boot="b2"))
     book.tell_addresses(book.now_s)
     assert book.orders("node-0-b2")[-1].addresses == later
     book.release(0)
-    book.heard(book.now_s, news(0, boot="b3"))
+    book.update(book.now_s, news(0, boot="b3"))
     book.tell_addresses(book.now_s)
     assert book.orders("node-0-b3")[-1].addresses == later
 
@@ -652,7 +652,7 @@ class World:
             while not agent.is_cut and agent.outbox and agent.outbox[0][0] <= self.now_s:
                 message = agent.outbox.popleft()[1]
                 if agent.term == self.term:
-                    self.book.heard(self.now_s, message)
+                    self.book.update(self.now_s, message)
         self._adopt()
         self.lost |= {node.number for node in self.book.tick(self.now_s)}
         for node in self.book.nodes:

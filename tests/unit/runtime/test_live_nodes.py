@@ -79,10 +79,10 @@ class World:
             processes,
             {**VERSIONS, "cpu": "x", **versions},
         )
-        self.nodes.hear(now_s, news)
+        self.nodes.handle(now_s, news)
 
     def found(self, now_s: float) -> None:
-        self.nodes.hear(now_s, NodesKept("", ((0,), (1, 2))))
+        self.nodes.handle(now_s, NodesKept("", ((0,), (1, 2))))
 
 
 @pytest.fixture
@@ -259,9 +259,9 @@ def test_a_leader_goes_to_another_node_only_if_its_own_is_lost(world: World) -> 
 def test_lines_are_those_of_the_present_life_and_end_with_it(world: World) -> None:
     world.speak(1.0, 0)
     first = world.nodes.start(world.plans["prefill-0"], 0, ("m",), 1)
-    world.nodes.hear(1.1, Printed(0, "prefill-0", 1, (b"one\n",)))
-    world.nodes.hear(1.1, Printed(0, "prefill-0", 2, (b"not yet\n",)))
-    world.nodes.hear(1.1, Printed(1, "prefill-0", 1, (b"not there\n",)))
+    world.nodes.handle(1.1, Printed(0, "prefill-0", 1, (b"one\n",)))
+    world.nodes.handle(1.1, Printed(0, "prefill-0", 2, (b"not yet\n",)))
+    world.nodes.handle(1.1, Printed(1, "prefill-0", 1, (b"not there\n",)))
     world.speak(1.2, 0, ProcessNews("prefill-0", 1, 7, 3))
     assert first.poll() == 3
     assert list(first.stdout) == [b"one\n"]

@@ -168,7 +168,7 @@ class Accounting:
             day = micros(fact.completed_s) // 1_000_000 // DAY_S
             self._on_charged(Charged(fact.request_id, fact.tenant, day, pico_usd))
 
-    def hear(self, kept: Kept) -> None:
+    def call_when_kept(self, kept: Kept) -> None:
         """Set the function to call with durable facts; it runs in the ledger's thread."""
         self._sink.on_kept = kept
 

@@ -40,7 +40,7 @@ class BatchCharges:
     def listen(self) -> None:
         """Have the ledger report durable facts from now on."""
         if self._gateway.desk.accounting is not None:
-            self._gateway.desk.accounting.hear(self._hear)
+            self._gateway.desk.accounting.call_when_kept(self._on_kept)
 
     async def settle(self) -> None:
         """Drop stored facts that are durable in the ledger; charge new ones. Raises BatchesDown."""
@@ -68,7 +68,7 @@ class BatchCharges:
         with suppress(BatchesDown):  # Facts that stay are charged again, without effect.
             self._store.drop_charges(list(self._kept))
 
-    def _hear(self, facts: Sequence[Fact]) -> None:
+    def _on_kept(self, facts: Sequence[Fact]) -> None:
         self._kept.extend(
             fact.request_id
             for fact in facts

@@ -413,7 +413,7 @@ class Host(Doors):
             case Query() | QueryReply():
                 self.pages.take(message)
             case GatewayHeartbeat(gateway, pid) if gateway in self._others:
-                if self._others.heard(gateway, pid):
+                if self._others.note_alive(gateway, pid):
                     self._idle.clear()
             case Open(gateway, generations, ticket, log_id) if gateway in self._others:
                 new, ticket = _without(self._mailboxes.keys(), generations, ticket)

@@ -60,7 +60,7 @@ class OtherGateways:
         """Treat every gateway without a heartbeat so far as absent."""
         self._expected.clear()
 
-    def heard(self, name: str, pid: int) -> bool:
+    def note_alive(self, name: str, pid: int) -> bool:
         """Accept a heartbeat. Return True if it is from a process that has not ended."""
         self._expected.discard(name)
         if pid == self._ended.get(name):

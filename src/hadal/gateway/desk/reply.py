@@ -209,7 +209,7 @@ class Reply:
         """Return the events of all arrived deliveries, and True if the last is among them. Return
         None if nothing new arrived. Raises ApiError, ClientGone.
         """
-        news = self._news(self._heard(self.mailbox.take_now()))
+        news = self._news(self._received(self.mailbox.take_now()))
         return (self._chunks(self._pieces(news)), not self._num_open) if news else None
 
     def quiet(self) -> bytes:
@@ -302,9 +302,9 @@ class Reply:
     async def _take_any(self, timeout_s: float) -> list[tuple[int, Deliver]]:
         self._check_deadline()
         left_s = max(0.0, self._deadline_s - self._now())
-        return self._heard(await self.mailbox.take(min(timeout_s, left_s)))
+        return self._received(await self.mailbox.take(min(timeout_s, left_s)))
 
-    def _heard(self, deliveries: list[tuple[int, Deliver]]) -> list[tuple[int, Deliver]]:
+    def _received(self, deliveries: list[tuple[int, Deliver]]) -> list[tuple[int, Deliver]]:
         """Postpone the deadline if deliveries arrived, and return them. Raises ClientGone."""
         if deliveries:
             self._deadline_s = self._now() + self._timeout_s + _GRACE_S

@@ -47,7 +47,7 @@ class FrontCache:
         """Remove a unit, since its memory is gone."""
         self._units.pop(unit, None)
 
-    def heard(self, message: Cached, num_blocks: int) -> None:
+    def update(self, message: Cached, num_blocks: int) -> None:
         """Apply a Cached message; ignore one of an earlier process of the unit. `num_blocks` is the
         unit's current number of blocks.
         """

@@ -49,7 +49,7 @@ class FrontFleet:
         self._out = out
         self._said_s = -math.inf
 
-    def heard(self, now_s: float, message: DrainUnit | KeepUnit) -> None:
+    def handle(self, now_s: float, message: DrainUnit | KeepUnit) -> None:
         """Start or end the drain of a unit. A unit that is not up has nothing to drain."""
         unit = self._units.by_name.get(message.unit)
         if unit is None:

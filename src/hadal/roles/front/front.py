@@ -194,7 +194,7 @@ class Front:
             case Drain():
                 self.admission.drain()
             case DrainUnit() | KeepUnit():
-                self.fleet.heard(now_s, event)
+                self.fleet.handle(now_s, event)
             case Tick():
                 self._tick(now_s)
             case _:
@@ -546,7 +546,7 @@ class Front:
             # makes the unit answer with UnitUp.
             self._send(load.unit, FrontUp(self._epoch))
             return
-        self.units.heard(unit, load, now_s)
+        self.units.update(unit, load, now_s)
 
     def _unit_up(self, now_s: float, message: UnitUp) -> None:
         unit = self.units.by_name.get(message.unit)

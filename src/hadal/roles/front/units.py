@@ -121,7 +121,7 @@ class FrontUnits:
             if unit.orphan_s is not None and unit.orphan_s + ORPHAN_S <= now_s
         ]
 
-    def heard(self, unit: Unit, load: UnitReport, now_s: float) -> None:
+    def update(self, unit: Unit, load: UnitReport, now_s: float) -> None:
         """Apply a heartbeat. A unit's capacity changes when a rank is lost or returns."""
         unit.seen_s = now_s
         unit.changed()
@@ -134,7 +134,7 @@ class FrontUnits:
     def cached(self, message: Cached) -> None:
         """Apply a change of the blocks that a unit has cached in memory."""
         if message.unit in self.by_name:
-            self.cache.heard(message, self.by_name[message.unit].num_blocks)
+            self.cache.update(message, self.by_name[message.unit].num_blocks)
 
     def taker_of(self, message: Filled) -> str | None:
         """Return the prefill unit with most of the text before these blocks. None if no unit has

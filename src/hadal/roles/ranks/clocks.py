@@ -46,7 +46,7 @@ class HostClocks:
         self._step_to_hosts: OrderedDict[int, dict[int, str]] = OrderedDict()
         """Step -> (rank -> host), for traced steps that no trace has reported yet."""
 
-    def heard(self, now_s: float, host: str, sent_s: float, done: RankDone) -> None:
+    def measure(self, now_s: float, host: str, sent_s: float, done: RankDone) -> None:
         """Measure `host`'s clock on a rank's answer, received now, to a step sent at `sent_s`."""
         error_s = (now_s - sent_s - (done.said_s - done.taken_s)) / 2
         if error_s < 0.0:

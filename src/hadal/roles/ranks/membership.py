@@ -234,7 +234,7 @@ class UnitMembership:
     def formed(self, now_s: float, message: RankFormed) -> None:
         """Handle a member's answer to RankForm."""
         formed, index = message.formed, message.rank
-        is_current = self._processes.heard(now_s, index, message.epoch)
+        is_current = self._processes.note_alive(now_s, index, message.epoch)
         if (
             not is_current
             or self.phase is not UnitPhase.FORMING

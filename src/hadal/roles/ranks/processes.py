@@ -193,7 +193,7 @@ class RankProcesses:
         rank.state = next_rank_state(rank.state, move)
 
     # ---- signs of life ----
-    def heard(self, now_s: float, index: int, epoch: str) -> bool:
+    def note_alive(self, now_s: float, index: int, epoch: str) -> bool:
         """Note a sign of life. Returns False if it is not from the present process."""
         rank = self._ranks[index] if 0 <= index < len(self._ranks) else None
         if rank is not None and rank.is_living and rank.epoch == epoch:
@@ -207,7 +207,7 @@ class RankProcesses:
 
     def heartbeat(self, now_s: float, message: RankHeartbeat) -> bool:
         """Note a heartbeat and its progress. Returns False if it is not from the present process."""
-        if not self.heard(now_s, message.rank, message.epoch):
+        if not self.note_alive(now_s, message.rank, message.epoch):
             return False
         rank = self._ranks[message.rank]
         if message.num_ops != rank.num_ops:

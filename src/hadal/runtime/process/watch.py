@@ -70,7 +70,7 @@ class Watch:
         self._suspects = Suspects(timeout_s)
         self._name_to_heard_s: dict[str, float] = {}
 
-    def heard(self, now_s: float, name: str) -> None:
+    def note_alive(self, now_s: float, name: str) -> None:
         """Note that the process of this name has reported."""
         self._name_to_heard_s[name] = now_s
 

@@ -48,9 +48,9 @@ class NodeKeeper:
         self._end = end
         self._has_other_keys = has_other_keys
 
-    def hear(self, message: NodeNews | Printed | NodesKept) -> bool:
+    def handle(self, message: NodeNews | Printed | NodesKept) -> bool:
         """Handle a report of an agent or the lender. Return True if it is more than a heartbeat."""
-        has_news = self._nodes.hear(time.monotonic(), message)
+        has_news = self._nodes.handle(time.monotonic(), message)
         if isinstance(message, NodesKept):
             self._readiness.ready(LENDER)
             self._end_if_superseded(message)

@@ -157,14 +157,14 @@ class Supervisor:
                 self._draining.signalled(number)
             has_news = bool(numbers) or not messages
             for message in messages:
-                has_news |= self._hear(message)
+                has_news |= self._handle(message)
             if not has_news and time.monotonic() - self._looked_s < _LOOK_S:
                 continue  # Only heartbeats, perhaps of hundreds of nodes: no look is due yet.
             self._looked_s = time.monotonic()
             self._look()
         return self._end.exit_code
 
-    def _hear(self, message: AnyMessage) -> bool:
+    def _handle(self, message: AnyMessage) -> bool:
         """Pass a message to its part. Return True if `_look` should call all parts."""
         match message:
             case UnitUp():
@@ -183,7 +183,7 @@ class Supervisor:
             case GatewayHeartbeat():
                 self._watching.gateway_spoke(message)
             case NodeNews() | Printed() | NodesKept():
-                return self._keeper is not None and self._keeper.hear(message)
+                return self._keeper is not None and self._keeper.handle(message)
         return True
 
     def _look(self) -> None:

@@ -51,7 +51,7 @@ class Watching:
         """Note a heartbeat of a gateway or the console, and the working units named in it."""
         child = self._children.by_name.get(heartbeat.gateway)
         if child is not None and heartbeat.pid == child.pid:  # Otherwise its predecessor sent it.
-            self._gateways.heard(time.monotonic(), heartbeat.gateway)
+            self._gateways.note_alive(time.monotonic(), heartbeat.gateway)
             self._readiness.ready(heartbeat.gateway)
             for unit in heartbeat.units:
                 self._readiness.unit_works(unit)
@@ -136,7 +136,7 @@ class Watching:
                 self._gateways.why(name),
             )
             self._children.by_name[name].signal(signal.SIGKILL)
-            self._gateways.heard(now_s, name)  # Kill it only once.
+            self._gateways.note_alive(now_s, name)  # Kill it only once.
 
     def _state_of(self, name: str) -> ProcessState:
         """Return the state of a process, as far as its host reports it."""

@@ -59,13 +59,13 @@ def tokens(made: FrontCache, chain: bytes = CHAIN) -> tuple[int, int]:
 def test_the_longest_prefix_of_each_unit() -> None:
     made = cache()
     assert tokens(made) == (0, 0)
-    made.heard(Cached("p0", "e0", part(0, 2) + part(3, 8), b""), 8)
-    made.heard(Cached("p1", "e1", part(1, 8), b""), 8)
+    made.update(Cached("p0", "e0", part(0, 2) + part(3, 8), b""), 8)
+    made.update(Cached("p1", "e1", part(1, 8), b""), 8)
     assert tokens(made) == (2 * 64, 0), "up to the first that is not there"
-    made.heard(Cached("p1", "e1", part(0, 1), b""), 8)
-    made.heard(Cached("p0", "e0", part(2, 3), b""), 8)
+    made.update(Cached("p1", "e1", part(0, 1), b""), 8)
+    made.update(Cached("p0", "e0", part(2, 3), b""), 8)
     assert tokens(made) == (8 * 64, 8 * 64)
-    made.heard(Cached("p1", "e1", b"", part(5, 6)), 8)
+    made.update(Cached("p1", "e1", b"", part(5, 6)), 8)
     assert tokens(made) == (8 * 64, 5 * 64)
     assert tokens(made, part(0, 3)) == (3 * 64, 3 * 64)
     assert tokens(made, b"") == tokens(made, OTHER) == (0, 0)
@@ -73,30 +73,30 @@ def test_the_longest_prefix_of_each_unit() -> None:
 
 def test_whole_replaces_and_other_lives_are_not_heard() -> None:
     made = cache()
-    made.heard(Cached("p0", "e0", part(0, 4), b""), 8)
-    made.heard(Cached("p0", "e0", part(0, 1), b"", is_whole=True), 8)
+    made.update(Cached("p0", "e0", part(0, 4), b""), 8)
+    made.update(Cached("p0", "e0", part(0, 1), b"", is_whole=True), 8)
     assert (tokens(made)[0], made.num_names("p0")) == (64, 1)
     for unit, epoch in (("p0", "e9"), ("p1", "e0"), ("p2", "e0")):
-        made.heard(Cached(unit, epoch, CHAIN, b"", is_whole=True), 8)
+        made.update(Cached(unit, epoch, CHAIN, b"", is_whole=True), 8)
     assert tokens(made) == (64, 0)
     made.up("p0", "e2", 8)
     assert tokens(made) == (0, 0), "a new life has nothing until it says so"
-    made.heard(Cached("p0", "e0", CHAIN, b""), 8)
+    made.update(Cached("p0", "e0", CHAIN, b""), 8)
     assert tokens(made) == (0, 0)
     made.down("p1")
     made.down("p1")
-    made.heard(Cached("p1", "e1", CHAIN, b""), 8)
+    made.update(Cached("p1", "e1", CHAIN, b""), 8)
     assert (tokens(made), made.num_names("p1")) == ((0, 0), 0)
 
 
 def test_a_unit_never_has_more_than_its_pools_hold() -> None:
     made = cache()
-    made.heard(Cached("p0", "e0", CHAIN, b""), 8)
-    made.heard(Cached("p0", "e0", part(0, 3, OTHER), b""), 8)
+    made.update(Cached("p0", "e0", CHAIN, b""), 8)
+    made.update(Cached("p0", "e0", part(0, 3, OTHER), b""), 8)
     assert made.num_names("p0") == 8
     assert tokens(made, OTHER)[0] == 3 * 64, "what was told last is kept"
     assert tokens(made)[0] == 0
-    made.heard(Cached("p0", "e0", part(0, 3), b""), 11)  # Ranks came back: capacity grew.
+    made.update(Cached("p0", "e0", part(0, 3), b""), 11)  # Ranks came back: capacity grew.
     assert (made.num_names("p0"), tokens(made)[0]) == (11, 8 * 64)
 
 
@@ -105,7 +105,7 @@ def test_check_sees_units_that_are_not_up_and_too_many_names() -> None:
     assert made.check({"p0": "e0", "p1": "e1"}) == []
     assert made.check({"p0": "e0"})
     assert made.check({"p0": "e0", "p1": "e9"})
-    made.heard(Cached("p0", "e0", CHAIN, b""), 8)
+    made.update(Cached("p0", "e0", CHAIN, b""), 8)
     made._units["p0"].num_blocks = 7
     assert made.check({"p0": "e0", "p1": "e1"})
 
@@ -135,13 +135,13 @@ def test_lost_doubled_and_late_messages_cost_nothing_but_a_guess(seed: int) -> N
         if fate < 0.1:
             late.append(message)
         elif fate > 0.2:  # Between 0.1 and 0.2 the message is lost.
-            made.heard(message, limit)
+            made.update(message, limit)
         if fate > 0.8:
-            made.heard(message, limit)
+            made.update(message, limit)
         if late and random_of.random() < 0.1:
-            made.heard(late.pop(random_of.randrange(len(late))), limit)
+            made.update(late.pop(random_of.randrange(len(late))), limit)
         if random_of.random() < 0.1:
-            made.heard(Cached("p0", f"life {life}", b"".join(there), b"", is_whole=True), limit)
+            made.update(Cached("p0", f"life {life}", b"".join(there), b"", is_whole=True), limit)
             has = {name for name in names if made.prefixes(name, ("p0",))}
             assert has == there, f"seed {seed}"
             num_equal += 1
@@ -157,7 +157,7 @@ def test_a_name_takes_little_memory() -> None:
     tracemalloc.start()
     try:
         for first in range(0, num_names, 100):
-            made.heard(Cached("p0", "e", part(first, first + 100, names), b""), num_names)
+            made.update(Cached("p0", "e", part(first, first + 100, names), b""), num_names)
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

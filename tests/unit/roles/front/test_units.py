@@ -67,7 +67,7 @@ def test_silence_counts_from_the_last_sign() -> None:
 def test_the_views_say_what_the_units_measured() -> None:
     made = membership()
     load = UnitReport("prefill-1", "e", 30, 0, 0, 4, 0, num_ranks=3, token_s=2e-5, pair_s=1e-9)
-    made.heard(made.by_name["prefill-1"], load, 2.0)
+    made.update(made.by_name["prefill-1"], load, 2.0)
     known = [(view.num_ranks, view.token_s, view.pair_s) for view in made.prefill_views("")]
     assert known == [(1, 0.0, 0.0), (3, 2e-5, 1e-9)]
 
@@ -76,10 +76,10 @@ def test_views_that_were_shown_once_follow_what_changes() -> None:
     made = membership()
     shown = made.prefill_views(""), made.decode_views("")
     assert (made.prefill_views(""), made.decode_views("")) == shown
-    made.heard(
+    made.update(
         made.by_name["prefill-0"], UnitReport("prefill-0", "e", 30, 0, 0, 7, 0, token_s=2e-5), 2.0
     )
-    made.heard(made.by_name["decode-0"], UnitReport("decode-0", "e", 25, 0, 0, 7, 0), 2.0)
+    made.update(made.by_name["decode-0"], UnitReport("decode-0", "e", 25, 0, 0, 7, 0), 2.0)
     found = [(view.num_requests_max, view.token_s) for view in made.prefill_views("")]
     assert found == [(7, 2e-5), (4, 0.0)]
     assert [(view.num_requests_max, view.num_blocks) for view in made.decode_views("")] == [(7, 25)]
@@ -129,11 +129,11 @@ def test_capacity_follows_the_ranks_that_live() -> None:
     assert found == (80, 20)
     assert made.prefill_views("")[0].num_blocks == 10
     unit = made.by_name["decode-0"]
-    made.heard(
+    made.update(
         unit, UnitReport("decode-0", "e", 60, 3, 1, 12, 0, num_ranks=3, num_blocks_request=20), 2.0
     )
     found = (unit.num_blocks, unit.num_requests_max, unit.num_blocks_request, unit.seen_s)
     assert found == (60, 12, 20, 2.0)
     assert made.downstream("", 0, 0, 0).num_slots == 12
-    made.heard(unit, UnitReport("decode-0", "e", 0, 0, 0, 0, 0, num_ranks=0), 3.0)
+    made.update(unit, UnitReport("decode-0", "e", 0, 0, 0, 0, 0, num_ranks=0), 3.0)
     assert made.capacity_tokens() is None  # No prompt is refused as too long; it waits.

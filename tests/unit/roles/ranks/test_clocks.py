@@ -175,28 +175,28 @@ def clock_of(clocks: HostClocks, now_s: float) -> tuple[float, float]:
 
 def test_the_quickest_answer_counts_until_it_is_old() -> None:
     clocks = HostClocks()
-    clocks.heard(1.010, "h", 1.0, done(51.009, 51.009))  # 9 ms there, 1 ms back: error 4 ms.
+    clocks.measure(1.010, "h", 1.0, done(51.009, 51.009))  # 9 ms there, 1 ms back: error 4 ms.
     assert clock_of(clocks, 1.010) == pytest.approx((50.004, 0.005))
-    clocks.heard(2.002, "h", 2.0, done(52.001, 52.001))
+    clocks.measure(2.002, "h", 2.0, done(52.001, 52.001))
     assert clock_of(clocks, 2.002) == pytest.approx((50.0, 0.001))
-    clocks.heard(3.010, "h", 3.0, done(53.009, 53.009))
+    clocks.measure(3.010, "h", 3.0, done(53.009, 53.009))
     assert clock_of(clocks, 3.010)[0] == pytest.approx(50.0), "a slow one says less"
     later_s = 3.0 + 0.006 / DRIFT
-    clocks.heard(later_s + 0.010, "h", later_s, done(later_s + 50.009, later_s + 50.009))
+    clocks.measure(later_s + 0.010, "h", later_s, done(later_s + 50.009, later_s + 50.009))
     assert clock_of(clocks, later_s + 0.010) == pytest.approx((50.004, 0.005)), "clocks drift"
 
 
 def test_a_host_that_was_started_again_has_another_clock() -> None:
     clocks = HostClocks()
-    clocks.heard(1.0002, "h", 1.0, done(51.0001, 51.0001))
-    clocks.heard(2.010, "h", 2.0, done(7.005, 7.005))
+    clocks.measure(1.0002, "h", 1.0, done(51.0001, 51.0001))
+    clocks.measure(2.010, "h", 2.0, done(7.005, 7.005))
     assert clock_of(clocks, 2.010) == pytest.approx((5.0, 0.005))
 
 
 def test_what_cannot_be_is_no_sample() -> None:
     """Discard an answer that took longer than the round trip, or that has no times."""
     clocks = HostClocks()
-    clocks.heard(1.01, "h", 1.0, done(51.0, 51.5))
+    clocks.measure(1.01, "h", 1.0, done(51.0, 51.5))
     clocks.traced(0, {0: "h", 1: "here"})
     trace = Trace("u", 1, (TracedStep(0, "sequential", 1, 1, ()),))
     assert clocks.aligned(1.01, trace).clocks == ()

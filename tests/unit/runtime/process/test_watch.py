@@ -27,7 +27,7 @@ def frozen_at(
     now_s = start_s
     while now_s <= start_s + limit_s:
         for name in speaks:
-            watch.heard(now_s, name)
+            watch.note_alive(now_s, name)
         for name in watch.frozen(now_s, PIDS):
             found.setdefault(name, now_s - start_s)
         now_s += PERIOD_S
@@ -37,7 +37,7 @@ def frozen_at(
 def watching(look: ProcessState | None = None) -> Watch:
     watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: look or ProcessState(3.0, is_stopped=False))
     for name in PIDS:
-        watch.heard(0.0, name)
+        watch.note_alive(0.0, name)
     return watch
 
 
@@ -58,7 +58,7 @@ def test_one_that_gets_no_processor_is_waited_for() -> None:
     waited_s = count(0.0, TIMEOUT_S)
     watch = Watch(TIMEOUT_S, PERIOD_S, lambda name: ProcessState(next(waited_s), is_stopped=False))
     for name in PIDS:
-        watch.heard(0.0, name)
+        watch.note_alive(0.0, name)
     assert frozen_at(watch, 0.0, 10.0, speaks=("gateway",)) == {}
 
 
@@ -71,8 +71,8 @@ def test_a_judge_who_stood_still_begins_to_count_where_it_left() -> None:
     watch = watching()
     assert frozen_at(watch, 0.0, 1.0) == {}
     assert frozen_at(watch, 3600.0, TIMEOUT_S - 1.0) == {}
-    watch.heard(3602.0, "gateway")
-    watch.heard(3602.0, "gateway-1")
+    watch.note_alive(3602.0, "gateway")
+    watch.note_alive(3602.0, "gateway-1")
     assert frozen_at(watch, 3602.0, TIMEOUT_S) == {}
 
 
@@ -97,7 +97,7 @@ def test_a_stopped_process_is_found_out_and_a_crowded_one_waited_for() -> None:
         watch = Watch(0.4, 0.1, lambda name: look_at(pids[name]))
         now_s = 0.0
         for name in pids:
-            watch.heard(now_s, name)
+            watch.note_alive(now_s, name)
         os.kill(stopped, signal.SIGSTOP)
         os.waitpid(stopped, os.WUNTRACED)
         found: list[str] = []
