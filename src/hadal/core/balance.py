@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 ATTENTION = "attention"
 """Prefill: (token, position it attends to) pairs of a step."""
 TOKENS = "tokens"
-"""Prefill: tokens of a step; each rank also dispatches as many."""
+"""Prefill: tokens that a rank computes in a step, and sends to experts."""
 TIME = "time"
 """Prefill: predicted seconds of a step, from attention pairs and tokens at their costs."""
 KV = "kv"
@@ -27,9 +27,8 @@ EXPERTS_WORST = "experts_worst"
 OBJECTIVES = (ATTENTION, TOKENS, TIME, KV, REQUESTS, EXPERTS, EXPERTS_WORST)
 
 AUTO, NO_MOVES, OFF, TURNS = "auto", "no_moves", "off", "turns"
-"""Values of UnitsConfig.request_balance; the first and third also of UnitsConfig.expert_balance.
-"turns" is round-robin: one request to each rank in turn, regardless of its size and the ranks'
-load.
+"""Values of UnitsConfig.request_balance; "auto" and "off" also of UnitsConfig.expert_balance.
+"turns" is round-robin over the ranks, regardless of a request's size and the ranks' load.
 """
 
 

@@ -1,7 +1,5 @@
 """Shared vocabulary of code that names, stores and transfers blocks of the KV cache: sizes, disk
 locations, names of counts.
-
-Holds no blocks and makes no decisions.
 """
 
 from __future__ import annotations
@@ -11,8 +9,8 @@ from collections.abc import Iterator
 import msgspec
 
 NAME_BYTES = 16
-"""Bytes of a block's name (kv/names). Several names are one `bytes`, concatenated. They form a
-chain if each names the block that follows the one before.
+"""Bytes of a block's name (kv/names). Several names are concatenated into one `bytes`. In a chain,
+they name consecutive blocks of one text.
 """
 
 MEMORY_HIT_TOKENS = "memory_hit_tokens"
@@ -24,14 +22,13 @@ MISS_TOKENS = "miss_tokens"
 RECOMPUTED_TOKENS = "recomputed_tokens"
 """Prompt tokens that were computed although they were on disk, because that was cheaper than to read them."""
 MEMORY_BLOCKS = "memory_blocks"
-"""Blocks in pools that can be found by name, in use or not. A level, not a total."""
+"""Blocks in pools that can be found by name, in use or not. A gauge, not a counter."""
 DISK_BLOCKS = "disk_blocks"
-"""Blocks on disk that this unit can find. A level, not a total."""
+"""Blocks on disk that this unit can find. A gauge, not a counter."""
 STORED_BLOCKS = "stored_blocks"
 """Blocks written to disk and durable."""
 SKIPPED_BLOCKS = "skipped_blocks"
-"""Blocks that were to be written to disk but were skipped: the disk is full, fails or is too slow.
-"""
+"""Blocks that were not written to disk, because it is full, fails or is too slow."""
 DAMAGED_BLOCKS = "damaged_blocks"
 """Blocks read from disk with contents that did not match their names."""
 EVICTED_BLOCKS = "evicted_blocks"
@@ -65,9 +62,7 @@ _DISK_SLOT_BITS = 32
 
 
 def number_of(segment: int, disk_slot: int) -> int:
-    """Return a location as one number: disk slots of a segment are consecutive, and segments are
-    2^32 apart.
-    """
+    """Return a location as one number, 2^32 * segment + disk_slot."""
     return segment << _DISK_SLOT_BITS | disk_slot
 
 
@@ -87,5 +82,5 @@ def slice_of(names: bytes, first: int, end: int) -> bytes:
 
 
 def num_names(names: bytes) -> int:
-    """Return the number of names."""
+    """Return how many names are concatenated in `names`."""
     return len(names) // NAME_BYTES

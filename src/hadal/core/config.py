@@ -1,7 +1,7 @@
-"""A deployment as one frozen value: which model, how many units, how much of everything.
+"""Settings of a deployment as one frozen value: its model, units, limits and timeouts.
 
 Read from TOML and checked when made. Every field has a default. If the default is 0 or empty, the
-field's text says from what the value is derived.
+field's docstring says what that means.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Units = Annotated[int, Meta(ge=0, le=1 << 12)]
 Ranks = Annotated[int, Meta(ge=1, le=1 << 11)]
 Seconds = Annotated[float, Meta(gt=0, le=_MOST_S)]
 PartOfADay = Annotated[float, Meta(gt=0, le=_DAY_S)]
-"""The fleet looks at most one day ahead, because demand is taken to repeat daily."""
+"""Seconds, at most a day: the fleet looks no further ahead, because demand is taken to repeat daily."""
 Share = Annotated[float, Meta(gt=0, le=1)]
 Rate = Annotated[float, Meta(ge=0, lt=1e15)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -51,8 +51,8 @@ TENANT_PROMISE = 2.0
 """Default of `UnitsConfig.tenant_promise`; `python -m bench rows` prints what each value costs."""
 DRAFTS_MAX = 3
 DRAFTS_AUTO = 2
-"""Maximum number of speculative tokens (drafts) of a pass if their number is chosen automatically;
-buffers are sized for it.
+"""Maximum number of speculative tokens (drafts) per request and pass: DRAFTS_MAX is the highest
+that can be set; DRAFTS_AUTO applies if the number is chosen automatically.
 """
 
 
@@ -104,7 +104,7 @@ class UnitsConfig(ConfigTable, frozen=True):
     """Replicas of experts per layer beyond one of each expert."""
     overlap: Annotated[str, _one_of("auto", "sequential", "prefill_dual", "decode_five")] = "auto"
     """Overlap of compute and communication in steps: "sequential", "prefill_dual" or "decode_five";
-    "auto": the cheapest for the step, by price.
+    "auto": the one with the lowest predicted time for the step.
     """
     min_split_tokens: Count = 32
     """Minimum number of tokens, on the busiest rank, of a step that is split into two micro-batches."""
@@ -199,7 +199,7 @@ class LedgerConfig(ConfigTable, frozen=True):
     """Record of every request, for `hadal report`."""
 
     url: Text = AUTO
-    """Path (SQLite) or postgresql://..., "off"; "auto": $HADAL_LEDGER, else a file in the user's
+    """Path (SQLite), postgresql://... or "off"; "auto": $HADAL_LEDGER, else a file in the user's
     state folder.
     """
     prices: Text = "deepseek-reasoner"
@@ -207,7 +207,7 @@ class LedgerConfig(ConfigTable, frozen=True):
     gpu_hour_usd: Annotated[float, Meta(ge=0, lt=1e6)] = 2.0
     """Price of one rank for an hour, whether a GPU or a process on a CPU."""
     gpu: Text = ""
-    """Name of the hardware that a rank runs on. Empty: the device."""
+    """Name of the hardware that a rank runs on. Empty: the value of `device`."""
     batch_prices: Text = ""
     """Price list of batches. Empty: half of `prices`."""
 
@@ -216,8 +216,8 @@ class BatchesConfig(ConfigTable, frozen=True):
     """/v1/files and /v1/batches: requests that run when the load leaves capacity."""
 
     url: Text = AUTO
-    """Database of this server alone, never shared: a path (SQLite), postgresql://..., "off";
-    "auto": beside the ledger.
+    """Database of this server alone, never shared: a path (SQLite), postgresql://... or "off";
+    "auto": next to the ledger.
     """
     max_file_mb: Annotated[int, Meta(ge=1, le=1024)] = 100
     """Largest size of one file, MiB."""
@@ -313,7 +313,7 @@ class ConsoleConfig(ConfigTable, frozen=True):
 
 
 class LimitsConfig(ConfigTable, frozen=True):
-    """Limits on what one client may request. Beyond a limit the reply is 400, 413 or 429, never a crash."""
+    """Limits on requests and their queue. A refused request gets a reply with 400, 413 or 429."""
 
     max_body_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 4 * 1024 * 1024
     max_prompt_tokens: Count = 0
@@ -323,8 +323,8 @@ class LimitsConfig(ConfigTable, frozen=True):
     default_output_tokens: Count = 0
     """Limit on output for a request that sets none. 0: the rest of the context."""
     likely_output_tokens: Positive = 2048
-    """Output tokens that a request without a limit reserves from its tenant's budget. It is charged
-    for the tokens it made.
+    """Output tokens reserved from the tenant's budget for a request without a limit. Only the tokens
+    that it made are charged.
     """
     max_n: Annotated[int, Meta(ge=1, le=1 << 10)] = 8
     max_running: Positive = 256
@@ -334,14 +334,14 @@ class LimitsConfig(ConfigTable, frozen=True):
     limit is its equal share. Beyond it the reply is 429 with Retry-After.
     """
     burst_tokens: Count = 8192
-    """Head start, in prompt tokens of work, of a tenant that returns after a pause over queued
-    tenants (policy/fairness).
+    """Head start, in prompt tokens of work, that a tenant has over queued tenants when it returns
+    after a pause (policy/fairness).
     """
     max_retries: Count = 8
     """Maximum number of retries of one request after its units failed. Preemptions do not count."""
     request_timeout_s: Seconds = 3600.0
-    """Longest wait of a request: in the queue, for its first token, and for each later token. A
-    request that keeps making tokens ends only by its own limits.
+    """Longest wait of a request in the queue, for its first token, and for each later token. It does
+    not limit a request that keeps making tokens.
     """
 
 
@@ -349,11 +349,9 @@ class ClusterConfig(ConfigTable, frozen=True):
     """Hosts of the units' processes: this host, or the nodes of a Ray cluster."""
 
     on: Annotated[str, _one_of(LOCAL, RAY)] = LOCAL
-    """"local": everything on this host; "ray": gateways on this host, units on nodes chosen by Ray.
-    """
+    """"local": everything on this host; "ray": gateways on it, units on nodes that Ray chooses."""
     address: Text = "auto"
-    """Address of the Ray cluster, "10.0.0.1:6379"; "auto": the cluster that this host is a node of.
-    """
+    """Address of the Ray cluster, such as "10.0.0.1:6379"; "auto": the cluster of this host."""
     name: Text = ""
     """Name under which `hadal serve` finds processes that a dead predecessor left running on the
     nodes. Empty: derived from its host's name and port.
@@ -373,7 +371,7 @@ class ClusterConfig(ConfigTable, frozen=True):
     node_timeout_s: Seconds = 1.5
     """Heartbeat timeout of a node: after it the node is lost, and its units continue without it."""
     lease_s: Seconds = 60.0
-    """A node that receives nothing from the supervisor for this long ends its processes."""
+    """Seconds without a message from the supervisor after which a node ends its processes."""
 
     @property
     def spans_hosts(self) -> bool:
@@ -494,7 +492,7 @@ class Deployment(ConfigTable, frozen=True):
             )
 
     def num_units_max(self, role: str) -> int:
-        """Return the most units of a role that may exist at once."""
+        """Return how many units of a role may exist at once."""
         units, most = (
             (self.prefill.units, self.fleet.prefill_max)
             if role == PREFILL
@@ -525,9 +523,7 @@ def num_cache_layers(deployment: Deployment, config: ModelConfig) -> int:
 
 def read_deployment(path: Path, **overrides: Any) -> Deployment:
     """Read a TOML deployment; `overrides` replace top-level fields, and None is ignored. Raises
-    ConfigError.
-
-    A relative `model` in the file is resolved against the file's folder, then the working folder.
+    ConfigError. A relative `model` in the file is resolved against the file's folder, then the working folder.
     """
     fields = read_toml(path, "deployment")
     model = fields.get("model")

@@ -1,8 +1,8 @@
 """Read files of foreign origin within bounds: model folders, deployments, traffics, loads.
 
-Reading such a file ends soon in any case: with its values, or with a one-line error that names the
-file and the place in it. Values have a bounded depth, integers of 64 bits, finite numbers and text
-that can be encoded again. Their meaning is checked by the caller.
+Every read takes bounded time, and ends with values or with a one-line error that names the file and
+the place in it. Values have bounded depth; integers have 64 bits, floats are finite, and texts can
+be encoded in UTF-8. The caller checks the meaning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hadal.core.errors import ConfigError
 MIB = 1 << 20
 MAX_TOML_BYTES = MIB
 MAX_JSON_BYTES = 64 * MIB
-"""DeepSeek-V3's index has 8.9 MB, its tokenizer 7.8 MB; tokenizers of other models have up to 35 MB."""
+"""Limit of other JSON files. DeepSeek-V3's index has 8.9 MB; tokenizers have up to 35 MB."""
 MAX_CONFIG_BYTES = 4 * MIB
 """Limit of a config.json or a chat template."""
 MAX_TABLE_BYTES = 512 * MIB
@@ -32,9 +32,7 @@ MAX_TABLE_BYTES = 512 * MIB
 MAX_DEPTH = 64
 """Deepest nesting of lists and tables; a tokenizer.json has six."""
 MAX_DIGITS = 19
-"""Digits of a 64-bit integer. Python itself takes seconds for a million digits, and refuses more
-than 4,300.
-"""
+"""Maximum number of digits of an integer, enough for 64 bits."""
 _SHOWN_CHARS = 60
 
 Kind = type[ConfigError]
@@ -49,9 +47,8 @@ def read_bytes(
     """
     found = None
     try:
-        if (
-            path.is_file() or not path.exists()
-        ):  # A read from a pipe would block until another process writes.
+        # A read from a pipe would block until another process writes.
+        if path.is_file() or not path.exists():
             with path.open("rb") as file:
                 found = file.read(limit + 1)
     except FileNotFoundError:
@@ -170,7 +167,7 @@ def gunzipped(
 
 
 def check_values(value: Any, where: str, *, error: Kind = ConfigError) -> None:
-    """Raise `error`, naming the place, for a value that no file can mean: see the module's text."""
+    """Raise `error`, naming the place, for a value outside the bounds in the module's docstring."""
     if (problem := problem_of(value)) is not None:
         raise error(f"{where}: the value {problem}.")
     level: list[tuple[Any, tuple[Any, ...]]] = [(value, ())]
@@ -313,8 +310,8 @@ def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(holder)
 
 
-# Matches comments and strings, so that only keys and numbers of a TOML text remain. One without an
-# end ends with its line, or with the text, so that no stretch is scanned twice.
+# Matches comments and strings of a TOML text; keys and numbers remain. An unterminated string ends
+# with its line or with the text, so that no part is scanned twice.
 _QUOTED = re.compile(
     r"""#[^\n]*+|\"\"\"(?:\\.|.)*?(?:\"\"\"|\Z)|\'\'\'.*?(?:\'\'\'|\Z)"""
     r"""|"(?:\\[^\n]|[^"\\\n])*+"?|'[^'\n]*+'?""",
@@ -325,8 +322,8 @@ _LONG_NUMBER = re.compile(r"\d[\d_]{400}")
 
 
 def _check_toml(text: str, where: str, error: Kind) -> None:
-    """Raise `error` for a key with about a hundred thousand parts, which takes tomllib hours, and
-    for numbers that tomllib reports without a line.
+    """Raise `error` for a key of more than MAX_DEPTH parts, because 100,000 take tomllib hours, and
+    for a number of over 400 digits, which tomllib reports without a line.
     """
     plain = _QUOTED.sub(lambda found: _blank(found[0]), text)
     checks: tuple[tuple[re.Pattern[str], Callable[[str], str]], ...] = (
@@ -341,7 +338,5 @@ def _check_toml(text: str, where: str, error: Kind) -> None:
 
 
 def _blank(token: str) -> str:
-    """Return a replacement for a string or comment that keeps only its line breaks, and is one word
-    for a string.
-    """
+    """Return the line breaks of a string or comment, followed by '' for a string."""
     return "\n" * token.count("\n") + ("" if token[0] == "#" else "''")

@@ -13,8 +13,8 @@ import msgspec
 CANCELLED = "cancelled"
 """`RequestFact.end` of a generation that ended because its client disconnected."""
 FINISHES = ("stop", "length", "tool_calls")
-"""`RequestFact.end` of a complete generation. Any other value but CANCELLED is the HTTP status of
-its error, in digits.
+"""`RequestFact.end` of a complete generation. Other values are CANCELLED, or the HTTP status
+of an error in digits.
 """
 BATCH_MODEL = "/batch"
 """Suffix of a model's name in facts of batches, which have prices of their own."""
@@ -38,7 +38,7 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
     """End of one generation. Raises ValueError when made with impossible counts or times.
 
     A prompt is billed once it is answered: `tokens_hit + tokens_miss` is its length if a first
-    token was made, else 0. If a prompt has several choices, only one of them carries it.
+    token was made, else 0. If a prompt has several choices, only one choice's fact counts it.
     """
 
     request_id: str
@@ -61,7 +61,7 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
     first_token_s: float | None = None
     last_token_s: float | None = None
     prefill_unit: str = ""
-    """Unit that prefilled its last attempt; empty: none did."""
+    """Unit that prefilled the last attempt; empty: none did."""
     decode_unit: str = ""
     num_retries: int = 0
     """Attempts after the first, including those after preemptions."""

@@ -26,8 +26,8 @@ from hadal.core.model_keys import Use
 from hadal.core.quantization import parse_quantization
 from hadal.core.rope import RopeScaling, Theta, Tokens, parse_rope
 
-# Maxima are 10 to 100 times DeepSeek-V3's values. A file beyond them is damaged or malicious, and
-# its loops and tables would take all time and memory.
+# Maxima are at least 10 times DeepSeek-V3's values. A file beyond them is damaged or malicious, and
+# loops and tables of that size would exhaust time and memory.
 Layers = Annotated[int, Meta(ge=0, le=1 << 10)]
 Width = Annotated[int, Meta(ge=1, le=1 << 17)]
 FfnWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -152,8 +152,8 @@ def read_model_config(folder: Path, accepted: Collection[str] = ()) -> ModelConf
 
 
 def unknown_keys(folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the top-level keys of both files that are not in the table, and that Hadal therefore
-    ignores. Raises CheckpointError as `read_model_config`.
+    """Return the top-level keys of config.json and generation_config.json that Hadal does not know and
+    therefore ignores. Raises CheckpointError as `read_model_config` does.
     """
     fields = as_v32(_read_fields(folder))
     member_of(fields, str(folder / _CONFIG))
@@ -186,8 +186,8 @@ def _read_generation(folder: Path) -> dict[str, Any]:
 
 
 def _check_generation(fields: Mapping[str, Any], source: str, accepted: Collection[str]) -> None:
-    """Raise CheckpointError for a key that would change sampling or the end of a text, is not
-    supported and not accepted.
+    """Raise CheckpointError for an unsupported key that would change sampling or the end of a text,
+    unless it is accepted.
     """
     for key, row in model_keys.GENERATION.items():
         name = f"generation_config.{key}"
@@ -227,7 +227,7 @@ class _Ends(msgspec.Struct):
 def parse_model_config(
     fields: Mapping[str, Any], source: str, accepted: Collection[str] = ()
 ) -> ModelConfig:
-    """Check a config's fields; `source` names the file in errors."""
+    """Return the ModelConfig of a config.json's fields; errors (CheckpointError) name `source`."""
     fields = as_v32(fields)
     member_of(fields, source)
     keys = _TopKeys(fields, model_keys.CONFIG[fields["model_type"]], source)
@@ -268,7 +268,7 @@ def parse_model_config(
 
 @dataclass(frozen=True)
 class _TopKeys:
-    """Top-level keys of one config.json, read by the rules of the table."""
+    """Top-level keys of one config.json, read by the rules in `table`."""
 
     fields: Mapping[str, Any]
     table: model_keys.Table

@@ -1,8 +1,8 @@
 """Table of every key of config.json and generation_config.json that Hadal knows, by family.
 
-A key is used, fixed, an alias, a restatement, a selector, or inert. A key that is not in the table
-is unknown: the reader refuses it inside an object that shapes the computation, and lists it if it
-is a top-level key.
+`Use` lists the effects that a key can have. A key that is not in the table is unknown:
+the reader refuses it inside an object that shapes the computation, and lists it if it is a
+top-level key.
 
 Sources: the configuration classes of transformers 5.23 (`models/*/configuration_*.py`), its rope
 functions (`modeling_rope_utils.py`) and its quantisation classes (`utils/quantization_config.py`).
@@ -21,7 +21,7 @@ class Use(StrEnum):
     """Effect of a key in Hadal."""
 
     USED = "used"
-    """Its value shapes the computation, the context or the end of a text."""
+    """The value shapes the computation, the context or the end of a text."""
     FIXED = "fixed"
     """Only the values in `allowed` are served; any other is refused."""
     ALIAS = "alias"
@@ -29,9 +29,9 @@ class Use(StrEnum):
     SAME = "same"
     """A restatement of the key `of`: refused if the two differ, never used."""
     SELECTS = "selects"
-    """It names the family or the format, and so selects the table that applies to other keys."""
+    """The value names the family or the format, and so selects the table for other keys."""
     INERT = "inert"
-    """Its value does not affect tokens; `source` says why."""
+    """The value does not affect tokens; `source` says why."""
 
 
 REQUIRED: Final = "required"

@@ -15,8 +15,8 @@ from hadal.core.messages.snapshot import FrontSnapshot
 
 
 class Buckets(msgspec.Struct, frozen=True):
-    """Histogram since the server began: `counts[i]` values were at most `bounds[i]`. The last bound
-    is infinite and left out.
+    """Histogram since the server's start: `counts[i]` values were at most `bounds[i]`. `counts` has
+    one more entry, the number of all values.
     """
 
     bounds: tuple[float, ...]
@@ -29,7 +29,7 @@ class LayerMove(msgspec.Struct, frozen=True):
     """
 
     number: int
-    """Number of the move among all of this unit, from 0."""
+    """Number of the move among all moves of this unit, from 0."""
     step_id: int
     layer: int
     """Index among the MoE layers, from 0."""
@@ -50,13 +50,13 @@ class UnitExperts(msgspec.Struct, frozen=True):
     """Placement of a unit's experts and their load."""
 
     rank_loads: tuple[tuple[float, ...], ...]
-    """Recently counted tokens, by MoE layer and rank; 1 is the layer's mean."""
+    """Recently counted tokens, by MoE layer and rank, relative to the layer's mean."""
     expert_loads: tuple[tuple[float, ...], ...]
-    """Recently counted tokens, by MoE layer and expert; 1 is the layer's mean."""
+    """Recently counted tokens, by MoE layer and expert, relative to the layer's mean."""
     num_replicas: tuple[tuple[int, ...], ...]
     """Copies of each expert, by MoE layer and expert."""
     moves: tuple[LayerMove, ...] = ()
-    """Maximum number of recent moves, the latest last."""
+    """Recent moves, the latest last."""
 
 
 class Overview(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class Overview(msgspec.Struct, frozen=True):
     missing: tuple[str, ...]
     units_wanted: dict[str, int]
     ranks_wanted: dict[str, int]
-    """Ranks of a unit of each role."""
+    """Role -> ranks of a unit."""
     snapshot: FrontSnapshot
     latency: dict[str, Buckets] = {}
     """"first_token" and "per_token", in seconds."""
@@ -88,11 +88,11 @@ class RoleSeen(msgspec.Struct, frozen=True):
 
     num_wanted: int
     states: dict[str, int]
-    """Units in each state."""
+    """State -> number of units in it."""
     times_s: tuple[float, ...]
     rates: tuple[float, ...]
     ahead_s: tuple[float, ...]
-    """Seconds from now."""
+    """Times of `forecast`, in seconds from now."""
     forecast: tuple[float, ...]
     unit_rate: float
     """Rate that one unit can serve; 0: not known yet."""

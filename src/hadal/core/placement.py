@@ -4,8 +4,8 @@ Independent of loads and tensors: `spread` is the even start, and a balancer may
 placement. Logical experts are replicated ("redundant experts", DeepSeek-V3/R1 inference overview:
 256 + 32 replicas). An expert slot, or slot for short, holds one replica or none.
 
-Shapes: L MoE layers, R ranks of the deployment, S expert slots of a rank, E logical experts, M most
-replicas of an expert.
+Shapes: L MoE layers, R ranks of the deployment, S expert slots of a rank, E logical experts, M
+longest list of `Placement.replicas`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Placement:
 
     def replicas(self, layer: int) -> tuple[Ints, Ints]:
         """Return (ids of the expert slots [E, M] that take an expert's tokens in turn, padded with
-        its first slot; number of valid ids [E]).
+        one of them; number of valid ids [E]).
 
         With equal parts these are its replicas in ascending order. Otherwise each slot is repeated
         once per part, evenly spread, so that even few tokens are divided close to the split.
@@ -108,8 +108,8 @@ class Placement:
     def with_layer(
         self, layer: int, slot_to_expert_RS: NDArray[np.int16], weights_RS: NDArray[np.uint8] | None
     ) -> Placement:
-        """Return the placement after a flip of this layer. Raises ValueError if the new layer has
-        another number of ranks or of expert slots.
+        """Return the placement with these experts and weights in this layer, as after a LayerFlip.
+        Raises ValueError if the number of ranks or of expert slots differs.
         """
         if slot_to_expert_RS.shape != self.slot_to_expert_LRS.shape[1:]:
             raise ValueError(
@@ -135,7 +135,9 @@ class Placement:
         return [everyone - set(np.unique(layer).tolist()) for layer in self.slot_to_expert_LRS]
 
     def check(self) -> list[str]:
-        """Return problems; empty if every expert has a replica in every layer and no rank holds one twice."""
+        """Return problems; empty if in every layer each expert has a replica that takes tokens, and no
+        rank holds an expert twice.
+        """
         problems = []
         for layer, experts in enumerate(self.missing()):
             if experts:
@@ -183,7 +185,7 @@ class Placement:
 def flip_arrays(
     flip: LayerFlip, num_expert_slots: int
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
-    """Return the expert in each expert slot [R, S] after a flip, and the weights [R, S] (None:
+    """Return the expert in each expert slot [R, S] after `flip`, and the weights [R, S] (None:
     equal parts). Raises ValueError if the sizes do not fit.
     """
     if not num_expert_slots:

@@ -59,10 +59,10 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     repetition_penalty: float = 1.0
     seed: int = 0
     num_logprobs: int = -1
-    """-1: none; 0: the chosen token's; n: also the n best alternatives."""
+    """Log-probabilities to return. -1: none; 0: the chosen token's; n: also the n likeliest tokens'."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
-    """Tokens that it disallows are never drawn. Log-probabilities are those without the grammar."""
+    """Constraint on the tokens drawn; log-probabilities are computed without it."""
     num_prompt_logprobs: int = -1
     """Log-probabilities of the prompt's tokens after the first, with values as in `num_logprobs`.
     All of the prompt is then computed: the prefix cache is neither read nor written.
@@ -89,14 +89,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Index in the output of the token drawn after the last chunk (0 unless it is a retry)."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
-    """Earlier tokens, for penalties and the grammar; set on the last chunk only, and only as far as
-    one of them needs them.
+    """Output so far. `prompt` and `output` are set on the last chunk only, if penalties or the grammar
+    need them.
     """
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     num_scores: int = -1
     """If 0 or more: return scores of the prompt's token after each of these tokens, with this
-    number of likelier alternatives.
+    number of likeliest tokens.
     """
     following: int = NO_FOLLOWING
     """Prompt token after the chunk's last one."""
@@ -110,7 +110,7 @@ class LayerFlip(msgspec.Struct, frozen=True, array_like=True):
     layer: int
     """Index among the MoE layers."""
     stage_id: int
-    """StagePlan that loaded the weights. A rank with unchanged experts gets no StagePlan."""
+    """Id of the StagePlan that loaded the weights. A rank with unchanged experts gets no StagePlan."""
     slot_to_expert: bytes
     """int16 [R, S]"""
     weights: bytes = b""
@@ -147,8 +147,8 @@ class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """A request enters a slot of a rank's table. The rank then advances it by itself, at each step
-    by the tokens that it drew.
+    """A request enters a slot of a rank's table. The rank itself then appends the tokens drawn in
+    each step.
     """
 
     slot: int
@@ -163,8 +163,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     """Attempt id that identifies the request's KV to a later leader of the unit."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
-    """Earlier tokens, for penalties and the grammar; set only as far as one of them needs them.
-    `output` includes `last_token`.
+    """Output so far, with `last_token`. `prompt` and `output` are set only if penalties or the grammar
+    need them.
     """
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -259,9 +259,7 @@ class HeldKv(msgspec.Struct, frozen=True, array_like=True):
     """Id of the attempt at the front (core/messages.Tokens)."""
     block_ids: tuple[int, ...]
     num_tokens: int
-    """Positions that may be valid. If fewer tokens were delivered, only the positions of those are
-    known to be valid.
-    """
+    """Positions that may be valid. Only positions of delivered tokens are known to be valid."""
     num_pulled: int
     """Positions pulled from another rank. If the cache is separate from the pool, the pool is out
     of date after these.
@@ -363,8 +361,7 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     lane: str
-    """"compute", "link" (bytes in flight) or "wait" (compute stands still for the link: exposed).
-    """
+    """"compute", "link" (bytes in flight) or "wait" (compute stands still for the link)."""
     op: str
     micro_batch: int
     layer: int
@@ -376,11 +373,11 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_TOKEN = "no token"
-"""A row's failure, with details after a colon: its logits are finite, but the request's own
+"""Failure of a row, with details after a colon: the logits are finite, but the request's own
 constraints leave no token to draw.
 """
 NOT_FINITE = "not finite"
-"""A row's failure, with details after a colon: the model computed values that are not finite. Every
+"""Failure of a row, with details after a colon: the model computed values that are not finite. Every
 attempt would fail alike, because the weights are damaged or overflow.
 """
 ByNode = tuple[int, int]
@@ -446,8 +443,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request is returned to the front.
     """
     op_times: tuple[OpTime, ...] = ()
-    """Times of this rank's ops in the step (of several ranks together: per op, the slowest rank's).
-    """
+    """Times of this rank's ops in the step (merged over ranks: per op, the slowest rank's)."""
     events: tuple[TraceEvent, ...] = ()
     """Events of a traced plan."""
     expert_slot_counts: bytes = b""
@@ -507,11 +503,9 @@ class BlocksRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     read_id: int
     num_loaded: int
     num_damaged: int = 0
-    """1 if the block after those exists but does not match its name; 0 if it was gone or could not
-    be read.
-    """
+    """1 if the first block not loaded exists but does not match its name, else 0."""
     error: str | None = None
-    """Reason for which the next block was not read; None: all were."""
+    """Reason for which a block was not read; None: all were."""
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -64,7 +64,7 @@ class Quantization:
 
 
 _NAMES_OF_FP8 = ("weight_scale_inv", "scale", "qscale_weight")
-"""FineGrainedFP8HfQuantizer reads the last two like the first."""
+"""Names of FP8 scales. FineGrainedFP8HfQuantizer reads the last two like the first."""
 
 
 def parse_quantization(

@@ -49,7 +49,7 @@ class StepRates:
         return chunk_s(self.token_s, self.pair_s, start, num_tokens)
 
     def whole_s(self, start: int, num_tokens: int) -> float:
-        """Return the seconds of these positions, including the cost on other ranks."""
+        """Return `chunk_s` plus the cost of these tokens on other ranks, in seconds."""
         return self.chunk_s(start, num_tokens) + (self.all_token_s - self.token_s) * num_tokens
 
     def fit(self, start: int, num_tokens: int, budget_s: float) -> tuple[int, float]:

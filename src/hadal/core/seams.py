@@ -96,8 +96,8 @@ class WakeAt(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StartUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fleet only: start this unit on free nodes. The answer is UnitUp when it works, or UnitDown if
-    the start fails.
+    """Fleet only: start this unit on free nodes. The answer is UnitUp when it is ready, or UnitDown
+    if the start fails.
     """
 
     unit: str
@@ -127,9 +127,7 @@ class WithdrawNodes(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 FleetEffect = Send | StartUnit | StopUnit | OfferNodes | WithdrawNodes | WakeAt
-"""Effects that roles/fleet requests. Nodes are those of this deployment's units, given by number
-and not by name.
-"""
+"""Effects that roles/fleet requests. Nodes of this deployment's units are counted, not named."""
 
 Effect = (
     Send
@@ -170,7 +168,7 @@ class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
     leader. Steps in flight will not complete.
 
     Everything on `lost` ranks is gone; the living ones keep their KV and have empty tables. A rank
-    in `fresh` has just (re)joined with an empty pool.
+    in `fresh` has just (re)joined; its pool is empty except for `held`.
     """
 
     lost: tuple[int, ...]

@@ -2,9 +2,9 @@
 
 `admit` guards the front's queue; its overflow is refused with a time to retry. `may_prefill` starts
 only prompts that decode can take soon, because prefilled KV that waits under a lease is unused
-memory. It also starts prompts of a tenant that has less than others, up to as many again as there
-are slots, since those others give slots up. `fits_decode` lets a decode unit take a request only if
-a block is left for the other requests to grow.
+memory. For a tenant with less than its share, it starts up to `num_slots` further prompts, since
+tenants with more are preempted for it. `fits_decode` admits a request to a decode rank only if
+blocks are left for the other requests to grow.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ OVERLOADED = "overloaded"
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 HEADROOM_SHARE = 8
-"""1/HEADROOM_SHARE of the requests is head-room: prefilled ahead of a free slot, or blocks kept
-free for growth.
+"""1/HEADROOM_SHARE of the slots is the number of requests prefilled before a slot is free;
+1/HEADROOM_SHARE of the running requests is the number of blocks kept free for their growth.
 """
 BATCH_RETRY_S = 0.05
-"""Seconds until a batch tries again."""
+"""Seconds after which a refused batch request is tried again."""
 NO_SPARE = "no_spare_capacity"
 
 
@@ -64,12 +64,13 @@ def admit(view: AdmissionView) -> Refusal | None:
 
 
 def admit_batch(view: SpareView) -> Refusal | None:
-    """Return a refusal, or None to admit one more request of a batch, which uses what other requests leave.
+    """Return a refusal, or None to admit one more request of a batch.
 
-    A batch request yields its slot to the next request that finds none, and its rows rest where others' rows
-    leave them no time (policy/rows). Prefill cannot stop within a step. So beside other requests, batches
-    never fill all prefill ranks, run no more requests than decode has time for (one at least), and leave as
-    many slots free as others have: else each of the others' next requests would preempt a batch request.
+    Batches use only capacity that other requests leave. In decode a batch request can be preempted,
+    and its rows rest if there is no time for them (policy/rows), but prefill cannot stop within a
+    step. So while other requests run, a batch request starts only on a free prefill rank and if
+    decode has time for it (one may always run). As many slots as other requests use stay free, so
+    that not each next one preempts a batch request.
     """
     if view.is_draining:
         return Refusal(503, "the server is shutting down.", RETRY_AFTER_MAX_S / 6)
@@ -89,9 +90,9 @@ def admit_batch(view: SpareView) -> Refusal | None:
 
 
 def slots_beside(line: tuple[float, float], num_ranks: int, num_others: int, num_slots: int) -> int:
-    """Return how many slots of a decode unit batch requests may fill beside `num_others` others, so
-    that its steps compute all of them (policy/rows). `line`: seconds of a step, and of each request
-    of its busiest rank; 0 if not measured.
+    """Return how many slots of a decode unit batch requests may fill beside `num_others` others
+    without rows that rest (policy/rows). `line`: fixed seconds of a step, and seconds that each
+    request of the busiest rank adds; 0 if not measured.
     """
     if line[1] <= 0.0 or not num_ranks:
         return num_slots
@@ -144,8 +145,8 @@ def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
     """Return True if one more request may start its prefill. `num_blocks_needed`: blocks that it
     will hold in decode.
 
-    A request that `has_place` need not wait for a slot here: once its prompt is prefilled, a tenant
-    that has more gives a slot up (policy/fairness).
+    A request that `has_place` need not wait for a slot: once its prompt is prefilled, a request of a
+    tenant above its share is preempted for it (policy/fairness).
     """
     num_most = num_placed_max(view.num_slots) + view.num_slots * view.has_place
     if view.num_requests >= num_most or (is_jammed(view) and not view.has_place):
@@ -159,8 +160,8 @@ def is_jammed(view: DownstreamView) -> bool:
 
 
 def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints) -> Bools:
-    """Return, for each rank, True if it can take a request now. The head-room keeps the request
-    from being preempted at once.
+    """Return, for each rank, True if it can take a request now, with head-room so that growth of
+    the running requests does not preempt it right after.
     """
     headroom = (num_running > 0) * (1 + num_running // HEADROOM_SHARE)
     return num_blocks_needed + headroom <= num_blocks_free

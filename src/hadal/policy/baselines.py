@@ -1,7 +1,7 @@
 """Baselines for the request balancers: least requests, and round-robin.
 
-A deployment selects them with `request_balance`: "off", "turns". So do what-ifs of a simulated day
-and the benchmarks. Independent of time.
+Selected with `request_balance` "off" or "turns" in a deployment, in what-ifs of a simulated day and
+in benchmarks. Independent of time.
 """
 
 from __future__ import annotations

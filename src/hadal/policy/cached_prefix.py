@@ -1,10 +1,10 @@
 """Choose the cached prefix of a prompt: the blocks in the rank's pool, then the disk's blocks if
 reading them is cheaper than computing them.
 
-Blocks in the pool cost nothing. A read has a fixed cost and grows with the number of blocks.
-Computing them grows faster, since each block attends to all before it. So all of the disk's blocks
-are read, or none. A read that queues behind others costs their time as well. Reading is assumed
-cheaper while nothing was measured, so that it gets measured.
+Blocks in the pool cost nothing. A read costs a fixed time, and a time per block. The time to compute
+blocks grows faster, since each attends to all before it, so either all of the disk's blocks are
+read or none. Reads queued earlier add their time. While nothing was measured, reading is assumed
+cheaper, so that it gets measured.
 
 The last position of a prompt is always computed, because the next token is drawn from it.
 Independent of block names and places.
@@ -41,7 +41,7 @@ class Prefix:
     num_loading: int = 0
     """Blocks after `num_memory` that will be read from disk."""
     load_s: float = 0.0
-    """Predicted seconds until those are read; 0 while unmeasured."""
+    """Predicted seconds until `num_loading` blocks are read; 0 while unmeasured."""
     num_recomputed: int = 0
     """Blocks after `num_memory` that are on disk, but cheaper to compute."""
 

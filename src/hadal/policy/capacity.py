@@ -1,4 +1,4 @@
-"""Compute how many units a latency SLO needs, from measured or priced throughput of one unit.
+"""Compute how many units a latency SLO needs, from measured or predicted throughput of one unit.
 
 Decode: a unit's batch may grow until the time per output token (TPOT) reaches the SLO. Prefill:
 prompts arrive at random and queue behind each other, so an SLO on the time to the first token
@@ -86,8 +86,9 @@ def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: fl
 
 
 def units_needed(tokens_per_s: float, unit_tokens_per_s: float, use: float) -> float:
-    """Return the units, in fractions, that do `tokens_per_s` when each uses the share `use` of its
-    throughput.
+    """Return how many units, a fraction, do `tokens_per_s` if each uses the share `use` of its throughput.
+
+    Raises ValueError for a throughput or share that is not positive.
     """
     if unit_tokens_per_s <= 0.0 or not 0.0 < use <= 1.0:
         raise ValueError(

@@ -70,7 +70,7 @@ class Shares:
     def __init__(
         self, ranks: DecodeRanksView, num_blocks_coming: int, num_coming: int, *, preempts: bool
     ) -> None:
-        """Count the `..._coming` in the means: the load of the unit once all are placed."""
+        """Means are of the unit once the coming requests and their blocks are placed."""
         self.ranks = ranks
         self.preempts = preempts
         self.used_R = ranks.num_blocks_used.copy()
@@ -140,8 +140,8 @@ def place(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
     """Return the ranks of the first arrivals, in their order; arrivals beyond the list wait.
 
     `preempts`: the caller can preempt on a rank that runs short (policy/preemption), so a request
-    needs room only for now, with head-room. Otherwise it must fit with every request of the rank at
-    its longest.
+    needs blocks only for its present length, and head-room. Otherwise there must be blocks for
+    every request of the rank at its longest.
     """
     num = _num_at_most(ranks, arrivals, preempts)
     while num > 0:
@@ -156,7 +156,7 @@ def place(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
             ),
             [],
         )
-    # Without the arrivals behind the first that did not fit, that one may fit after all.
+    # The first arrival that did not fit may fit now that later ones are not placed before it.
     for arrival in arrivals[num:]:
         row = shares.choose(arrival) if ranks.ranks.size else None
         if row is None:

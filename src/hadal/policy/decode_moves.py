@@ -5,8 +5,8 @@ than requests arrive, and the heaviest cannot shed one. A move costs the request
 unit its KV bytes, so:
 
     trigger   nothing moves while the heaviest rank is within a small factor of the mean
-    choice    from the heaviest rank, the request and target with the lowest larger share
-    payment   the prefix of moves that gains most: steps saved by all, less steps that moved ones stall
+    choice    a request of the heaviest rank and a target, so that the larger of their shares is lowest
+    payment   the prefix of moves that gains most: steps saved for all requests, less stalled steps of moved ones
     budget    a maximum number of moves per decision
 
 Independent of the KV transfer that carries a move out. Shapes: R ranks, S slots of a rank.
@@ -72,11 +72,9 @@ class Move:
 
 
 def terms_of(kv_s: float, request_s: float, step_s: float, known: MoveTerms) -> MoveTerms:
-    """Return `known` with measured shares of KV and requests (of a mean rank) in a step of
-    `step_s`.
-
-    `known` itself where steps show no cost of KV (a small model's may not): equal KV matters for
-    memory, too.
+    """Return `known` with measured shares: `kv_s` and `request_s`, seconds that a mean rank's KV and
+    requests take in a step of `step_s`. If KV took no measurable time, as in a small model, return
+    `known` itself: equal KV also saves memory.
     """
     step_s = max(step_s, kv_s + request_s)
     if step_s <= 0.0 or kv_s <= 0.0:
@@ -130,8 +128,8 @@ def choose_moves(
 
 
 def _step_time(shares: Shares, terms: MoveTerms) -> float:
-    """Return the part of a step's time that depends on balance, in balanced steps: the slowest rank
-    and the largest batch.
+    """Return the part of a step's time that depends on balance, relative to a balanced step: the
+    slowest rank's time, plus the exchange's for the rank with most requests.
     """
     kv_R, request_R = (
         terms.kv_time_share * shares.kv_R,
@@ -143,8 +141,8 @@ def _step_time(shares: Shares, terms: MoveTerms) -> float:
 def _best(
     shares: Shares, running: RunningView, is_movable_RS: Bools, gives_R: Bools, source: int
 ) -> tuple[int, int] | None:
-    """Return (slot, target row) with the smallest larger share of both ranks; None if none improves
-    on now.
+    """Return (slot, target row) of the move that leaves the smallest maximum of both ranks' shares;
+    None if no move gets below the source's present KV share.
     """
     slots_C = np.flatnonzero(is_movable_RS[source])
     if not slots_C.size:

@@ -25,7 +25,7 @@ NUM_SLOPE_MIN = 5
 DOUBT = 3.0
 """Standard errors subtracted from a slope: noise alone rarely exceeds them, and then only slightly."""
 CHANGE_MAX = 2.0
-"""The trend alone moves a forecast to at most this times the level, and at least 1 / this of it."""
+"""Limit of the trend: it multiplies the level by at most CHANGE_MAX and at least 1 / CHANGE_MAX."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Choose the number of speculative tokens (drafts) per request, step by step, for most tokens per second.
+"""Choose the number of speculative tokens (drafts) per request, step by step, for the highest throughput.
 
     tokens of a request in a step = 1 + a1 + a1 a2 + ...     aj: acceptance rate of draft j after the others
-    chosen                        = the k with most of them per second of a step with k drafts
+    chosen                        = the k with the most tokens per second; steps with k drafts are timed for each k
 
 Times and acceptance rates are measured. Seconds are learned for steps with about the same number of
 requests, for each k separately: the cost of a second row of a request differs too much between models and
@@ -21,35 +21,37 @@ from hadal.core.drafts import Compared
 HYSTERESIS = 0.02
 """Minimum relative gain in tokens per second to change the number in use."""
 PROBE_STEPS, PROBE_STEPS_MAX = 4, 20
-"""Steps of a trial; its first has no drafts to check yet. A trial of more drafts that are mostly
-right goes on up to the second number: that costs little and confirms them.
+"""Steps of a trial; the first has no drafts to check yet. A trial of more drafts than in use is
+prolonged, up to PROBE_STEPS_MAX, while most of them are right.
 """
 _RIGHT = 0.75
-"""Share of right drafts with which a trial goes on."""
+"""Minimum share of right drafts for which a trial is prolonged."""
 FIRST_PROBE = 8
-"""Steps of a size before its first trial, and between its first trials."""
+"""Steps (of one _Size) before the first trial, and between trials until every number was tried."""
 PERIOD, PERIOD_MAX = 128, 512
 """Steps between trials once every number was tried: doubled after each trial that changed nothing,
-up to the second number.
+up to PERIOD_MAX.
 """
 _GAIN = 0.1
-"""Weight of a new step in the mean seconds of its number, once ten are in the mean."""
+"""Weight of a new step in the mean seconds of steps with its number of drafts, from the tenth on."""
 _OUTLIER = 2.0
-"""Limit of a step's time, in means: a longer step counts as this, as the machine was busy otherwise."""
+"""Limit of a step's counted time, in mean step times: the machine was busy with something else."""
 _MEMORY_STEPS = 32.0
 """Steps over which old counts of drafts decay."""
 _KEPT_DRAFTS = 2.0
-"""Weight, in drafts, below which old counts do not decay. After a long time without drafts, those
-of one trial count as much as all before.
+"""Weight, in drafts, below which old counts do not decay. After a long time without drafts, one
+trial counts about as much as all earlier drafts.
 """
 _LAST_STEPS = 6
 """Number of latest steps that are compared with all steps before them."""
 _UNLIKELY, _UNLIKELY_DRAFTS = 4.0, 1.5
-"""Standard deviations plus drafts by which the latest steps must differ to replace all older ones."""
+"""Standard deviations, and drafts on top, by which right drafts of the latest steps must differ
+from the older share to replace it.
+"""
 _PRIOR = 0.8, 1.0
 """Assumed share of right drafts before any were seen, and its weight in drafts."""
 _SEEN_MIN = 3
-"""Steps that a number needs before it can be chosen."""
+"""Measured steps that a number of drafts needs before it can be chosen."""
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class _RightShare:
     tried: float = 0.0
     right: float = 0.0
     last: deque[tuple[int, int]] = field(default_factory=deque)
-    """(tried, right) of each of the last few steps that tried some; not in the sums above yet."""
+    """(tried, right) of each of the last few steps with drafts; not yet in `tried` and `right`."""
 
     @property
     def value(self) -> float:
@@ -169,7 +171,7 @@ class DraftChooser:
 
     @property
     def num_passes_left(self) -> int:
-        """Number of passes, the next one included, with as many drafts as were chosen last."""
+        """Limit of further passes, the next one included, with the number of drafts chosen last."""
         return 1 + self._probe[1] if self._is_trying else PERIOD
 
     def repeated(self, num_requests: int, num_more: int) -> None:
@@ -233,8 +235,8 @@ class DraftChooser:
         return self._sizes[key]
 
     def _begin_probe(self, size: _Size) -> None:
-        """Start a trial of the number not used for longest; once all were tried, of the chosen
-        one's neighbours.
+        """Start a trial of the number of drafts not used for longest; once all were tried, only of
+        those next to the chosen number.
         """
         is_known = min(size.tried_at) >= 0
         most = 1 if is_known else self.num_max

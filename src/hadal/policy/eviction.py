@@ -96,14 +96,14 @@ class Arc:
     """Adaptive replacement cache (Megiddo and Modha, FAST 2003).
 
     Blocks used once and blocks used again are in separate LRU lists. A miss on a recently evicted
-    name shows which list should have been larger. So any number of prompts without a follow-up
-    cannot evict a conversation that continues.
+    name shows which list should have been larger. So prompts without a follow-up, however many, do
+    not evict a conversation that continues.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        """Blocks of the cache; may grow. For each list, as many names of evicted blocks are
-        remembered.
+        """Blocks of the cache; may grow. Each list remembers at most this many names of
+        evicted blocks.
         """
         self._once, self._again = Lru(), Lru()
         self._gone_once: OrderedDict[bytes, None] = OrderedDict()

@@ -22,13 +22,13 @@ class DrainUnit(Message, frozen=True):
     unit: str
     timeout_s: float
     number: int
-    """The drain's number, never 0 and never reused: it separates requests counted in this drain
-    from earlier counts.
+    """Number of the drain, never 0 and never reused. UnitFacts repeat it, so that the fleet can tell
+    them from facts of earlier drains.
     """
 
 
 class KeepUnit(Message, frozen=True):
-    """The unit is wanted after all: it accepts new requests again."""
+    """Cancel a drain: the unit is needed after all and accepts new requests again."""
 
     unit: str
 
@@ -46,9 +46,9 @@ class Rollout(Message, frozen=True):
     model: str = ""
     """Folder of the checkpoint for the new units; empty: the current one."""
     model_digest: str = ""
-    """Digest of its config.json and weights (runtime/fingerprint)."""
+    """Digest of the config.json and weights in `model` (runtime/fingerprint)."""
     fingerprint: str = ""
-    """Digest of everything that its KV depends on (runtime/fingerprint)."""
+    """Digest of everything that the new units' KV depends on (runtime/fingerprint)."""
 
 
 # ---- front -> fleet ----

@@ -1,8 +1,7 @@
-"""Messages of gateways to the supervisor and, if there are several gateways, to the one with the
-front.
+"""Messages between gateways, one of which runs the front (router), and to the supervisor.
 
     another gateway --Open--> front's gateway --Delivered ...--> another gateway        Leave: its client is gone
-    front's gateway --FrontHeartbeat--> another gateway    a new epoch: it is another front
+    front's gateway --FrontHeartbeat--> another gateway    a new epoch means a new front
 
 If a front dies before it has answered an Open, the Open is sent again to the next front, with the
 tokens delivered until then.
@@ -16,7 +15,7 @@ from hadal.core.messages.requests import Ticket
 from hadal.core.messages.snapshot import FrontSnapshot
 
 
-# ---- gateway -> supervisor, and the others' to the front's ----
+# ---- gateway -> supervisor; another gateway -> front's gateway ----
 class GatewayHeartbeat(Message, frozen=True):
     """Heartbeat of the event loop of a gateway, or of the console, while its port is served. The
     first one marks it as ready.
@@ -42,8 +41,8 @@ class Open(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """The client of these generations has gone: stop them. Their last deliveries name the units
-    that worked on them.
+    """Stop these generations, because their client disconnected. Their final deliveries still name
+    the units that worked on them.
     """
 
     gateway: str
@@ -52,7 +51,7 @@ class Leave(Message, frozen=True):
 
 # ---- front's gateway -> another ----
 class FrontHeartbeat(Message, frozen=True):
-    """The front is alive."""
+    """Heartbeat of the front, with its state."""
 
     epoch: str
     snapshot: FrontSnapshot
@@ -61,7 +60,7 @@ class FrontHeartbeat(Message, frozen=True):
 
 
 class Delivered(Message, frozen=True):
-    """Deliveries of a batch of messages to the generations of one gateway."""
+    """Several deliveries for generations of one gateway."""
 
     delivers: tuple[Deliver, ...]
 
@@ -77,7 +76,7 @@ class Query(Message, frozen=True):
 
 
 class QueryReply(Message, frozen=True):
-    """Answer as an HTTP status and body."""
+    """Answer to a Query, as an HTTP status and body."""
 
     gateway: str
     reply_id: int

@@ -27,15 +27,13 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     """Number of the attempt, raised by each retry. A reply about an older attempt is stale and is dropped."""
     priority: int = 0
-    """Larger runs sooner. Worth a bounded waiting time, so that no request starves."""
+    """Larger numbers run sooner, but only as if they had arrived some seconds earlier: none starves."""
     arrived_s: float = 0.0
     """Arrival time on the front's clock, which orders the queue."""
     salt: bytes = b""
     """Salt of the tenant: KV is shared only under the same salt."""
     num_public: int = 0
-    """Number of first tokens that are shared under kv/names.PUBLIC instead, as far as they fill
-    whole blocks.
-    """
+    """Tokens at the beginning with KV shared under kv/names.PUBLIC instead of `salt`, in whole blocks."""
     chain: bytes = b""
     """Names of the full blocks of prompt + output, filled in by the front; empty if nothing is to
     be cached.
@@ -68,16 +66,15 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Closing(msgspec.Struct, frozen=True, array_like=True):
-    """Units that worked on a request, for the ledger."""
+    """Units of a request's last attempt, for the ledger; empty if no unit of the role had it."""
 
     prefill_unit: str
-    """Prefill unit of its last attempt; empty: no prefill unit had it. `decode_unit` likewise."""
     decode_unit: str
     num_retries: int
 
 
 class RateLimits(msgspec.Struct, frozen=True, array_like=True):
-    """Rest of a tenant's quota, for a reply's headers. None: there is no such limit."""
+    """Limits of a tenant's quota and what is left of them, for a reply's headers. None: no limit."""
 
     requests: int | None = None
     """Maximum number of requests at once."""
@@ -91,26 +88,24 @@ class RateLimits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Front only: new tokens, or the end, for the stream of one request. Exactly one delivery of a
-    request is `final`. An effect (core/seams), forwarded if the stream is in another process.
+    """Effect of the front (core/seams): new tokens for the stream of one request, or its end. Exactly
+    one delivery of a request is `final`. Forwarded if the stream is in another process (Delivered).
     """
 
     request_id: str
     tokens: tuple[Token, ...]
     final: bool = False
     error: str | None = None
-    """Reason for which a final delivery ended the request without finishing it."""
+    """Reason for which the request ended unfinished; set only in a final delivery."""
     error_status: int = 500
     retry_after_s: float | None = None
     """Seconds until a retry makes sense; set with 429 and 503."""
     num_cached: int = 0
     """Prompt tokens that were not computed; sent with the first token."""
     closing: Closing | None = None
-    """Units that worked on it; sent with the final delivery of an admitted request."""
+    """Units that worked on the request; sent with the final delivery of an admitted one."""
     limits: RateLimits | None = None
-    """Limits of a tenant with a quota; sent with the first delivery, which has no token if the
-    request was admitted.
-    """
+    """Limits of a tenant with a quota. Sent once: on admission, without tokens, or with the refusal."""
     error_code: str = ""
     """Error code for programs; empty: the status suffices."""
     scores: tuple[Score, ...] = ()

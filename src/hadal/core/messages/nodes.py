@@ -19,15 +19,15 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeepNodes(Message, frozen=True):
-    """Supervisor -> lender, repeatedly: run an agent on every node of these groups, and on no
-    other. The nodes of a group are acquired together or not at all.
+    """Supervisor -> lender (node provider), repeatedly: run an agent on every node of these groups,
+    and on no other. The nodes of a group are acquired together or not at all.
     """
 
     groups: tuple[tuple[int, ...], ...]
 
 
 class NodesKept(Message, frozen=True):
-    """Lender -> supervisor, repeatedly: state of the nodes it provides."""
+    """Lender (node provider) -> supervisor, repeatedly: state of the nodes it provides."""
 
     complaint: str
     """Reason for which wanted nodes are not found; empty if they are found, or may be soon."""
@@ -57,16 +57,15 @@ class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
 
 class NodeOrders(Message, frozen=True):
     """Complete list of a node's processes, sent at every change and heartbeat. A running process
-    that is not listed is killed. So a node that comes back after it was given up kills the processes
-    that were replaced elsewhere.
+    that is not listed is killed. So a node that returns after it was declared lost kills the processes
+    that were replaced on other nodes.
     """
 
     processes: tuple[ProcessOrder, ...]
     addresses: dict[Name, Address] | None = None
-    """Addresses of all processes on other nodes that its own may contact; None: unchanged."""
+    """Addresses of processes on other nodes that this node's may contact; None: unchanged."""
     is_over: bool = False
-    """True if the run ends, or if another agent has replaced this one: end all processes and exit.
-    """
+    """True if the run ends or another agent has replaced this one: end all processes and exit."""
     num_rollouts: int = 0
     """Number of rollouts. After a change, new processes run the code that is installed at that time."""
 
@@ -80,9 +79,9 @@ class ProcessNews(msgspec.Struct, frozen=True, array_like=True):
     code: int | None = None
     """Exit code, negative for a signal; None while it runs."""
     waited_s: float = 0.0
-    """Seconds in which its threads were ready to run without a processor."""
+    """Seconds in which threads of the process were ready to run but had no processor."""
     address: Address | None = None
-    """Address under its name on the wire; None while it does not listen."""
+    """Address at which the process listens on the wire; None while it does not."""
 
 
 class NodeNews(Message, frozen=True):

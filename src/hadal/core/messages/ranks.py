@@ -83,20 +83,20 @@ class RankHeartbeat(Message, frozen=True):
 
 
 class RankHeld(Message, frozen=True):
-    """Answer to RankWho of a rank that had an earlier leader. No operation of that leader writes
-    into its pool any more, except for a step, which the next RankForm aborts.
+    """Answer to RankWho of a rank that had an earlier leader. Only a running step of that leader may
+    still write into the rank's pool, until the next RankForm aborts it.
     """
 
     up: RankUp
     plan: FormPlan
-    """Newest plan that it has taken, with its current placement."""
+    """Newest plan that the rank has executed, with its current expert placement."""
     held: Held
 
 
 # ---- leader -> rank ----
 class RankWho(Message, frozen=True):
-    """Leader -> rank, when it receives heartbeats of a rank that it has not registered: a new
-    leader took over the unit. The answer is RankHeld.
+    """Request of a new leader, which took over the unit, to a rank that sends heartbeats but is not
+    registered with it. The answer is RankHeld.
     """
 
     epoch: str
@@ -117,8 +117,8 @@ class RankStage(Message, frozen=True):
 
 
 class RankDo(Message, frozen=True):
-    """Effect on one rank's pool or disk requested by the unit's leader and applied by the rank's
-    host. It belongs to no formation, because KV outlives formations.
+    """Effect on one rank's pool or disk, requested by the unit's leader and applied by the rank's
+    host. It names no formation (ranks that agreed to step together), because KV outlives them.
     """
 
     effect: PoolEffect

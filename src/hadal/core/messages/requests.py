@@ -29,7 +29,7 @@ class Submit(Message, frozen=True):
 
     generation: Generation
     is_admitted: bool = False
-    """True if its ticket (Ticket) is admitted."""
+    """True if a front has admitted it already (Ticket)."""
     most_pico_usd: int = 0
     """Highest cost in 10^-12 dollars, reserved from the tenant's budget."""
 
@@ -88,4 +88,4 @@ class Spent(Message, frozen=True):
     tenant_to_pico_usd: dict[str, int]
     """Charges of the requested tenants, including those with nothing charged."""
     request_ids: tuple[str, ...]
-    """Requests with recent facts: a gateway may send their Charged again."""
+    """Requests included in these charges: the front ignores a late Charged of them."""

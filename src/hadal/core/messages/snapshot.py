@@ -9,7 +9,7 @@ from hadal.core.messages.units import UnitReport
 
 
 class Totals(msgspec.Struct):
-    """Counters since the start."""
+    """Counters since the front's start."""
 
     submitted: int = 0
     finished: int = 0

@@ -22,7 +22,7 @@ class FrontUp(Message, frozen=True):
 
 # ---- front -> prefill leader ----
 class Prefill(Message, frozen=True):
-    """Prefill `generation.prompt + generation.output`, emit one token, and lease the KV for a KV transfer."""
+    """Prefill `generation.prompt + generation.output`, emit one token, and lease the KV to decode."""
 
     generation: Generation
 
@@ -52,8 +52,7 @@ class KvLease(msgspec.Struct, frozen=True, array_like=True):
     """
 
     source: str
-    """Address of the pool that holds them, as its owner issued it; opaque to processes in between.
-    """
+    """Address of the blocks' pool, as issued by its owner; opaque to processes in between."""
     block_ids: tuple[int, ...]
     versions: tuple[int, ...]
     """Counter of each block, raised whenever the block is freed: a changed counter means that the
@@ -97,8 +96,8 @@ class Decode(Message, frozen=True):
     generation: Generation
     lease: KvLease
     service: float = 0.0
-    """Service that its tenant has received, divided by its weight (policy/fairness). The lowest
-    goes first if slots are short.
+    """Service that the tenant has received, divided by its weight (policy/fairness). If slots are
+    short, the request with the lowest value starts first.
     """
 
 
@@ -124,7 +123,7 @@ class Pulled(Message, frozen=True):
 class Filled(Message, frozen=True):
     """Full blocks in a decode unit's pool, made by a generation's tokens. Sent to the front when
     the attempt ends, and from there to a prefill unit that has the text before them. That unit
-    copies them, so that the next turn finds them. A hint, which needs no answer.
+    copies them, so that the next turn finds them. It is a hint without an answer.
     """
 
     unit: str
@@ -133,7 +132,7 @@ class Filled(Message, frozen=True):
     chain: bytes
     """Names of all full blocks of the generation's text."""
     lease: KvLease
-    """Last of those blocks. No lease is promised: a copy is void if they were evicted meanwhile."""
+    """Blocks at the end of `chain` that decode filled. They are not pinned: a copy of evicted blocks is void."""
 
 
 class Tokens(Message, frozen=True):
@@ -192,13 +191,13 @@ class UnitReport(Message, frozen=True):
     messages, ms.
     """
     num_ranks: int = 1
-    """Number of living ranks. A death shows here first: capacities follow when the unit has formed
-    without the dead rank.
+    """Number of living ranks. It drops as soon as a rank dies; capacities follow when the unit has
+    formed without that rank.
     """
     formation: int = 0
     """Number of the formation, raised whenever the unit forms anew."""
     num_blocks_request: int = 0
-    """Usable blocks of its largest living rank: the most that one request can hold."""
+    """Usable blocks of the largest living rank: the most that one request can hold."""
     token_s: float = 0.0
     """Measured: seconds that a token takes on its rank; in decode, seconds that a request adds to a
     pass. 0: not known yet.
@@ -212,6 +211,7 @@ class UnitReport(Message, frozen=True):
     num_replicas_moved: int = 0
     """Expert replicas with weights sent between ranks by the balancer's decision."""
     num_layers_flipped: int = 0
+    """Changes of a layer's expert placement during service."""
     num_requests_moved: int = 0
     """Decode: requests that continued on another rank of the unit."""
     cache: dict[str, int] = msgspec.field(default_factory=dict)
@@ -231,7 +231,7 @@ class UnitReport(Message, frozen=True):
     drafts_accepted: tuple[int, ...] = ()
     """Per position: drafts that were equal to the drawn token (accepted)."""
     link_bytes: LinkBytes = NO_LINK_BYTES
-    """Bytes between its ranks, and of KV that they copied out of other pools."""
+    """Bytes sent between the unit's ranks, and KV bytes that they copied out of other pools."""
 
 
 # ---- every process that listens -> gateway ----
@@ -242,7 +242,7 @@ class Refused(Message, frozen=True):
 
     process: str
     kind_to_num: dict[str, int]
-    """Kind of connection (kv, experts or mesh) -> refused connections; 0 for a kind that it listens for."""
+    """Kind of connection (kv, experts or mesh) -> refused connections; 0 if it listens for the kind."""
 
 
 # ---- supervisor / units -> front ----
@@ -257,10 +257,10 @@ class UnitUp(Message, frozen=True):
     """Usable blocks of all living ranks together."""
     num_requests_max: int
     num_blocks_request: int = 0
-    """Usable blocks of one rank: the most that one request can hold. 0: `num_blocks`."""
+    """Usable blocks of the largest rank: the most that one request can hold. 0: `num_blocks`."""
     held: tuple[int, ...] = ()
-    """Decode, from a leader that took over running ranks: ids of attempts for which they hold KV.
-    The leader waits for Resume.
+    """Decode, from a leader that took over running ranks: ids of attempts with KV on those ranks. The
+    leader waits for Resume.
     """
     fingerprint: str = ""
     """Digest of everything that its KV depends on besides the text (kv/names): units with equal
@@ -278,10 +278,10 @@ class LeaderDown(Message, frozen=True):
 
 
 class UnitDown(Message, frozen=True):
-    """A unit's process ended or was given up. Sent by the supervisor; everything in it is lost.
+    """A process of a unit ended or was given up; everything in it is lost.
 
-    Sent to the front about a unit, to a leader about one of its ranks ("decode-0.2"), and from a
-    leader to the supervisor about a rank that is silent or stuck and must be killed.
+    The supervisor sends it to the front about a unit, and to a leader about one of its ranks
+    ("decode-0.2"). A leader sends it to the supervisor about a silent or stuck rank to be killed.
     """
 
     unit: str

@@ -9,7 +9,7 @@ greedy, global. With `max_moves` a plan stays near today's placement instead.
 `balance` plans for a unit's cluster; `rebalance_experts` plans by EPLB's arguments, so that EPLB's
 users can switch with one import.
 
-Shapes: T steps of a window, L layers, E logical experts, R ranks, S most expert slots of a rank.
+Shapes: T steps of a window, L layers, E logical experts, R ranks, S maximum expert slots of a rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ExpertPlan:
     """Fraction of its expert's tokens that an expert slot takes; None: replicas share evenly."""
     balancedness_L: Floats
     """Mean rank load over the heaviest rank's, both averaged over the window's steps; living ranks
-    only. One step if loads were summed.
+    only. Loads without steps count as one step.
     """
     moved_replicas: int
     """Replicas that their rank did not hold before; 0 if there was no placement before."""
@@ -102,8 +102,8 @@ def balance(
     `num_groups`: the gate's groups of neighbouring experts (modes with nodes). `target`:
     balancedness that `hybrid` and an incremental plan require of every layer. `max_moves` with
     `current`: the best placement at most that many replicas away, plus replicas of experts that no
-    living rank holds any more. 0 with `weighted` only changes the split. In mode hierarchical each
-    group then stays on the node that holds most of it today, in hybrid if the target allows that. A
+    living rank holds. `max_moves` 0 with `weighted` only changes the split. With `max_moves`, mode
+    hierarchical leaves each group on the node that holds most of it today, and so does hybrid if the target allows it. A
     window's plan is chosen by the mean of its steps' maxima. Raises ValueError for sizes that fit
     nowhere, unknown modes, and loads that are negative or not numbers.
     """
@@ -285,8 +285,8 @@ def _split(slot_to_expert_LRS: Ints, summed: Floats, steps: Floats | None) -> Fl
 
 
 def _steadier(table_LRS: Ints, greedy_LRS: Ints, window: Floats) -> Ints:
-    """Return, for each layer, the placement with the lighter heaviest rank on the mean of the
-    window's steps.
+    """Return, for each layer, the placement with the lower load of the heaviest rank, averaged over
+    the window's steps.
     """
     better = mean_of_maxima(greedy_LRS, window) < mean_of_maxima(table_LRS, window)
     return np.asarray(np.where(better[:, None, None], greedy_LRS, table_LRS))

@@ -3,8 +3,8 @@ near the mean.
 
 Independent of nodes and time. Replica counts do not change here. All layers at once.
 
-Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, H pairs of
-ranks.
+Shapes: L layers, E logical experts, R living ranks, S maximum expert slots of a rank, H pairs
+of ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def exchange(
     In a round, ranks are paired, heavy with light, and each pair trades the two replicas that best
     halve its difference. The pairing changes from round to round, so a pair that found nothing is
     not tried again at once. With `only_above`, only ranks above the ceiling trade: fewest changes.
-    `toll`: penalty on the load that travels back in a trade, relative to how well the trade halves;
-    it keeps traffic in both directions small.
+    `toll`: weight of the load that a trade moves to the heavier rank, against how far the trade is
+    from halving the difference; it avoids trades of large loads in both directions.
     """
     table = table_LRS.copy()
     half = table.shape[1] // 2

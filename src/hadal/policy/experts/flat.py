@@ -2,7 +2,7 @@
 
 Independent of nodes, of today's placement and of time. All layers at once.
 
-Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank.
+Shapes: L layers, E logical experts, R living ranks, S maximum expert slots of a rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hadal.policy.experts.tables import heaviest_rank
 
 
 def place_flat(loads_LE: Floats, capacity_R: Ints, ceiling_L: Floats, *, num_rounds: int) -> Ints:
-    """Return the expert in every expert slot [L, R, S]; `num_rounds` 0 is the plain greedy, the quality
-    of EPLB.
+    """Return the expert in every expert slot [L, R, S]; `num_rounds` 0: the plain greedy's, as good
+    as EPLB's.
 
-    A layer is not improved below its ceiling, the load of the heaviest rank that is good enough. The
+    A layer is improved until its heaviest rank's load is at most its ceiling. The
     result is never worse than the greedy's. Raises ValueError if there are fewer slots than experts.
     """
     num_experts = loads_LE.shape[1]

@@ -3,8 +3,8 @@
 Independent of nodes, of today's placement and of time. All layers are planned at once: an array's
 first axis is the layer, and a step of a loop is one numpy call for all of them.
 
-Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, P slots of all
-ranks together.
+Shapes: L layers, E logical experts, R living ranks, S maximum expert slots of a rank, P slots of
+all ranks together.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
     loaded rank with a free slot.
 
     A rank that holds the expert is skipped while another rank has a free slot. `capacity_R` sums to
-    P, and none is 0.
+    P and has no 0.
     """
     num_layers, num_replicas = experts_LP.shape
     num_ranks, num_expert_slots = len(capacity_R), int(capacity_R.max())
@@ -93,8 +93,8 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
 
 
 def fold(experts_LP: Ints) -> Ints:
-    """Return the experts of ranks of two expert slots [L, R, 2]: the heaviest replica with the
-    lightest, which is optimal for given replicas.
+    """Return the experts of ranks with two expert slots [L, R, 2]: the k-th heaviest replica with the
+    k-th lightest, which is optimal for given replicas.
     """
     num_ranks = experts_LP.shape[1] // 2
     return np.stack((experts_LP[:, :num_ranks], experts_LP[:, : num_ranks - 1 : -1]), axis=2)
@@ -120,7 +120,7 @@ def without_doubles(table_LRS: Ints, loads_LE: Floats) -> Ints:
 
 def _undouble(table_RS: Ints, rank: int, slot: int, loads_E: Floats) -> None:
     """Replace one replica of an expert that its rank holds twice, by the swap that changes loads
-    least; if there is none, by a new replica of the heaviest expert.
+    least; if there is none, by a replica of the heaviest expert that it lacks.
     """
     expert = table_RS[rank, slot]
     counts = np.bincount(table_RS[table_RS != EMPTY], minlength=len(loads_E))
