@@ -128,9 +128,9 @@ class UnitsConfig(ConfigTable, frozen=True):
     model without the module. Drafts never change the output.
     """
     tenant_promise: Annotated[float, Meta(ge=1, le=1000)] = TENANT_PROMISE
-    """Decode: largest slowdown of the steps of the tenant with the fewest requests, compared with
-    serving it alone. Beyond it, other tenants' requests take turns. The slowdown that equal shares
-    give is also an upper limit. 1000: requests never take turns.
+    """Decode: largest slowdown of steps for the tenant with the fewest requests, compared with serving
+    it alone. To stay within it, requests of other tenants take turns; each tenant still gets an
+    equal share (policy/rows). 1000: requests never take turns.
     """
     threads: Units = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""

@@ -15,7 +15,7 @@ PLAN_S = 0.008
 plan (docs/decisions/007).
 """
 PASSES_MAX = 8
-"""More passes per plan bring no more speed."""
+"""Maximum number of passes of a plan; more bring no more speed."""
 
 
 def passes_of(pass_s: float) -> int:

@@ -1,9 +1,9 @@
 """Choose the requests that a decode unit preempts when a running one needs a block and none is free.
 
-The latest arrival of the tenant that holds most goes first: it has the least computed work, and no
-tenant pays for the growth of a tenant that holds more. The oldest of all always proceeds, so that at
-least one request finishes. No output is lost: the front has all tokens of the preempted requests and
-prefills them again.
+The latest arrival of the tenant with most blocks goes first: it has the least computed work, and no
+tenant pays for the growth of a tenant with more. The oldest request (of users, if there is one)
+always proceeds, so that at least one finishes. No output is lost: the front has all tokens of the
+preempted requests and prefills them again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def choose_victims(holders: Sequence[HolderView], num_blocks_missing: int) -> li
     """Return slots to preempt until `num_blocks_missing` blocks are free: repeatedly the latest
     arrival of the tenant that still holds most blocks, batches before all others.
 
-    The oldest is never among them, even if blocks are still missing then.
+    The oldest request that is of no batch, if any, is never among them, even if blocks are missing.
     """
     tenant_to_num: Counter[str] = Counter()
     tenant_to_holders: dict[str, list[HolderView]] = {}

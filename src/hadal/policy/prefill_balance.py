@@ -4,12 +4,12 @@ Ranks of a unit step together, so the slowest sets the pace. Attention is quadra
 prefix counts as context), so equal tokens are not equal time. Each rank therefore gets a budget of
 seconds (`choose_budget`), and its last chunk is cut where its cost (`cost_s`) reaches the budget.
 Tokens matter as well, because in dispatch the rank with most tokens holds up the others. So a rank
-with a dense oldest prompt (long context) computes lighter prompts beside it, and no rank takes more
+with a dense oldest prompt (long context) computes lighter prompts alongside, and no rank takes more
 than the step's cap.
 
 No prompt starves: prompts start in their order, a started one keeps its rank, and the oldest of a rank
-has at least `HEAD_SHARE` of the rank's budget (at least one token) in every step. Depends on numbers of
-blocks only, on no clock, and not on the origin of its rates (perf/costs.StepCosts.rates).
+has at least `HEAD_SHARE` of the rank's budget (at least one token) in every step. Independent of the
+identity of blocks, of clocks, and of the origin of its rates (perf/costs.StepCosts.rates).
 """
 
 from __future__ import annotations
@@ -27,22 +27,16 @@ from hadal.policy.views import PromptView
 
 T = TypeVar("T")
 Cached = Mapping[int, PromptView]
-"""rank -> a waiting prompt with its cached part there; ranks without a cached part are absent."""
+"""Rank -> view of a waiting prompt, less the part that the rank has cached. Ranks without any are absent."""
 
 HEAD_SHARE = 0.1
 """Share of a rank's budget that its oldest prompt gets before lighter ones may run beside it."""
 ROOM = 1.25
-"""Prompts start on a rank while its other prompts are sure to take less than this many times the
-mean number of tokens.
-"""
+"""Prompts start on a rank until those that it has take ROOM times the mean number of tokens."""
 GAIN = 0.25
-"""Minimum saving per token of a lighter prompt, against the densest one, to be computed out of
-turn.
-"""
+"""Fraction of the densest prompt's time per token that a lighter one must save to overtake others."""
 LOOK_AHEAD = 4
-"""Queued tokens that a plan looks at, in mean steps: enough that `DRAIN` of them is more than a
-step.
-"""
+"""Queued tokens that a plan looks at, in mean steps: `DRAIN` of them is a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +68,7 @@ class StepCut:
     budget_s: float
     cap_tokens: int
     efficiency: float
-    """Predicted: step time with mean work on every rank, over that of the slowest; 1 for an empty
-    step.
-    """
+    """Predicted efficiency (prefill_budget.predict); 1 for an empty step."""
 
 
 def look_ahead(
@@ -104,7 +96,7 @@ def cut_rank(
     """Return the tokens of each of a rank's prompts (oldest first) for a step of `budget_s`, and
     their seconds.
 
-    Oldest first. If the time is used up with fewer than `num_tokens_mean` tokens, lighter prompts
+    Time goes to the oldest first. If it is used up with fewer than `num_tokens_mean` tokens, lighter prompts
     take time from the densest until there are that many. The time left is too short for another
     token, unless `num_tokens_max` or the end of the prompts was reached. Only a single token that
     takes longer than the budget may exceed it.
@@ -237,7 +229,7 @@ def bind(
 
     In the order of arrival, each prompt starts on the rank with the least predicted cost of all its prompts,
     among ranks with time and tokens left in this step. A rank in `cached` counts only the uncached rest of
-    the prompt. A dense prompt at the head of a rank reserves only its share. A prompt that fits nowhere, for
+    the prompt. A rank's oldest prompt reserves only HEAD_SHARE of the time. A prompt that fits nowhere, for
     lack of blocks or starts, stops those behind it.
     """
     heap: list[tuple[float, int]] = []

@@ -20,19 +20,15 @@ from hadal.core.rates import StepRates
 from hadal.policy.views import PromptView
 
 CAPS = (1.0, 1.25, 1.5, 2.0)
-"""Candidates for a step's most tokens per rank, over the mean; `StepLimits.num_tokens_max` bounds
-them all.
-"""
+"""Candidates for the maximum tokens of a rank, over the mean; at most `StepLimits.num_tokens_max`."""
 DRAIN = 0.25
 """Largest share of the queued work in one step, so that the last dense prompts do not delay new
 arrivals for long.
 """
 FIXED_SHARE = 0.1
-"""Largest share of a step's time for its fixed cost while more work is queued: sets a step's least
-work.
-"""
+"""Largest share of a step's time that its fixed cost may take while more work is queued."""
 SCALES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4)
-"""Candidates for a step's share of the nominal budget."""
+"""Candidates for a step's budget, relative to the nominal one."""
 WORTH = 0.002
 """Predicted efficiency that a wider cap or a shorter step must gain over those before it."""
 
@@ -52,12 +48,11 @@ class StepLimits:
 def step_budget_s(
     prompts: Iterable[PromptView], num_ranks: int, rates: StepRates, num_tokens_mean: int
 ) -> float:
-    """Return the nominal seconds per rank: the mean number of tokens at the mean price of queued
-    tokens.
+    """Return the nominal seconds per rank: `num_tokens_mean` tokens at the mean cost of queued ones.
 
-    At most `DRAIN` of all queued work, so that a few dense prompts do not delay short ones that
-    arrive meanwhile. At least half of the time of a fresh prompt of that many tokens, and enough to
-    keep the step's fixed cost a small part of it.
+    The result is at most `DRAIN` of all queued work, so that a few dense prompts do not delay short
+    ones that arrive meanwhile. It is at least half of the time of a fresh prompt of that many
+    tokens; up to all of that time, so that the fixed cost is at most FIXED_SHARE of the step.
     """
     num_tokens, num_pairs = 0, 0.0
     for prompt in prompts:

@@ -59,9 +59,8 @@ def _done_s(unit: PrefillUnitView, num_tokens: int, unknown: tuple[float, float]
     token_s, pair_s = (
         unknown if unknown is not None and unit.token_s <= 0.0 else (unit.token_s, unit.pair_s)
     )
-    num_cached = min(
-        unit.num_cached, num_tokens - 1
-    )  # The last position is always computed: a token is drawn from it.
+    # The last position is always computed: a token is drawn from it.
+    num_cached = min(unit.num_cached, num_tokens - 1)
     return unit.waits_at_s(token_s, pair_s) + chunk_s(
         token_s, pair_s, num_cached, num_tokens - num_cached
     )
@@ -70,8 +69,8 @@ def _done_s(unit: PrefillUnitView, num_tokens: int, unknown: tuple[float, float]
 def choose_decode_unit(
     units: Sequence[DecodeUnitView], num_blocks_needed: int, num_blocks_needed_max: int
 ) -> str | None:
-    """Return the unit with the least used scarcer resource, KV or slots, after taking the request;
-    None if it fits nowhere.
+    """Return the unit with the smallest used share of KV or slots, whichever is larger there, once it
+    has the request; None if it fits nowhere.
 
     `num_blocks_needed_max`: blocks of the request at its longest. A full unit may be chosen: its
     leader queues.

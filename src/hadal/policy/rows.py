@@ -32,8 +32,8 @@ from hadal.core.arrays import Bools, Floats, Ints
 BATCH_PROMISE = 1.1
 """Largest slowdown of a step by rows of batches, compared with the same step without them."""
 BATCH_STEPS = 32
-"""Every step with a multiple of this number has a row of a batch on each rank that has one, even where
-that breaks BATCH_PROMISE: 3 % of the steps, so p95 of the time between tokens does not show them.
+"""Every step with a multiple of this number computes a batch row on each rank that has one, even if
+that breaks BATCH_PROMISE: 3 % of the steps, which p95 of the time between tokens does not show.
 """
 
 
@@ -79,7 +79,7 @@ def resting_rows(
         return None
     num_most = int(np.bincount(rows.ranks).max())
     if num_most <= num_rows_within(line, min(promise, BATCH_PROMISE), 1):
-        return None  # No choice among tenants could let one rest.
+        return None  # All rows fit, whichever tenant has the fewest.
     is_direct = ~rows.is_batch
     if not is_direct.any() or (rows.tenants == rows.tenants[0]).all():
         return None
@@ -94,8 +94,8 @@ def resting_rows(
 
 
 def _shares(rows: RowsView) -> tuple[Floats, Ints]:
-    """Return for each row the share that its tenant has before it on its rank, rows over weight, and
-    how many rows its tenant has on the rank that has most of them.
+    """Return for each row (its tenant's rows before it on its rank, over the tenant's weight; the
+    most rows that its tenant has on one rank).
     """
     order = np.lexsort((rows.turns, rows.tenants, rows.ranks))
     ranks, tenants = rows.ranks[order], rows.tenants[order]

@@ -53,8 +53,8 @@ class RoleRules:
     num_bundle: int = 0
     """Units of this role in a bundle; 0 for both roles: there are no bundles."""
     num_extra: int = 0
-    """Units beside the bundles, always present. Without one, the published peak of 278 nodes, 9
-    decode and 29 prefill units, would be 270.
+    """Units besides the bundles, always present. Without any, the published peak of 278 nodes (9
+    decode and 29 prefill units) would be 270.
     """
 
 
@@ -131,7 +131,7 @@ class RoleView:
     rates: tuple[float, ...]
     """Tokens per second at those times."""
     unit_tokens_per_s: float
-    """Throughput of one unit within the latency SLO, measured or priced."""
+    """Throughput of one unit within the latency SLO, measured or predicted."""
     backlog_tokens: float = 0.0
     shape: DayShape = FLAT
     need_held: float = 0.0

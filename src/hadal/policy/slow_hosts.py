@@ -17,17 +17,17 @@ STEP_S = 0.05
 SHARE = 1 / 3
 """Minimum share of the unit's time spent waiting for the host: steps without it take two thirds."""
 WORTH = 1.5
-"""The share must also reach WORTH / number of hosts, as a rest costs one host of all: 0.75 of two."""
+"""The share must also reach WORTH / number of hosts, as a rest costs one host: 0.75 with two hosts."""
 CLEAR = 2.0
 """Minimum ratio of the wait for this host to the wait for the next slowest."""
 AGREE = 3
 """(n - 1) // AGREE of n other hosts may have waited less: none of two or three, one of four."""
 ROUND_TRIP_S = 0.01
-"""Two hosts that wait for each other: the one with the longer round trip to the leader rests, if
-the difference is at least this many seconds.
+"""If two hosts wait for each other, the one with the longer round trip to the leader rests, but
+only if the difference is at least this many seconds.
 """
 REST_SHARE = 4
-"""One host may rest at a time, and one more for each further REST_SHARE hosts of a unit."""
+"""One in REST_SHARE hosts of a unit may rest at a time; one host in a smaller unit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ class PrefillUnitView:
     num_blocks: int
     """Usable KV blocks of one rank: a longer prompt never fits."""
     num_tokens_waiting: int
-    """Tokens sent there and not yet prefilled, without cached ones."""
+    """Prompt tokens sent to the unit and not yet prefilled, without cached ones."""
     num_requests: int
     num_requests_max: int
     num_pairs_waiting: int = 0
-    """(token, position it attends to) pairs of those tokens."""
+    """(token, position it attends to) pairs of `num_tokens_waiting`."""
     num_ranks: int = 1
     """Living ranks."""
     token_s: float = 0.0
@@ -84,7 +84,7 @@ class PrefillRankView:
 
     rank: int
     work: float
-    """Cost of the prompts that started there, at unmeasured rates (policy/prefill_rates.cost_s)."""
+    """Cost of the prompts that started on the rank, at unmeasured rates (policy/prefill_rates.cost_s)."""
     num_tokens_free: int
     """Tokens that the step can still take on this rank."""
     num_blocks_free: int
@@ -123,14 +123,14 @@ class DownstreamView:
     """Blocks that the placed requests will hold in decode."""
     num_transferring: int
     has_place: bool = False
-    """True if the tenant has fewer requests placed than another, over their weights, or if
+    """True if the tenant has fewer placed requests over its weight than another tenant, or if
     another's request was requeued for this one. False for a batch.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """Tenant, where one tenant's request waits for capacity that others' requests use."""
+    """Tenant with queued or placed requests while a request waits for capacity (policy/fairness)."""
 
     tenant: str
     service: float
@@ -144,7 +144,7 @@ class TenantView:
 
 @dataclass(frozen=True, slots=True)
 class SpareView:
-    """Load that one more request of a batch would share the fleet with."""
+    """Load on the fleet when one more batch request asks for spare capacity."""
 
     is_draining: bool
     num_waiting: int
@@ -173,15 +173,13 @@ class PromptView:
     num_blocks_needed: int
     """0 once the prompt has started: the blocks of a whole prompt are reserved at its first chunk."""
     num_context: int = 0
-    """Positions before those tokens, computed or cached. The tokens still to be planned attend to
-    them too.
-    """
+    """Positions before the tokens still to be planned, computed or cached. Those attend to them."""
     num_loading: int = 0
     """Context blocks still to be read from disk: until they are loaded, nothing of the prompt is
     computed.
     """
     load_s: float = 0.0
-    """Predicted seconds of that read; 0 if not measured."""
+    """Predicted seconds to read `num_loading` blocks; 0 if not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,9 +103,9 @@ def balance(
     balancedness that `hybrid` and an incremental plan require of every layer. `max_moves` with
     `current`: the best placement at most that many replicas away, plus replicas of experts that no
     living rank holds. `max_moves` 0 with `weighted` only changes the split. With `max_moves`, mode
-    hierarchical leaves each group on the node that holds most of it today, and so does hybrid if the target allows it. A
-    window's plan is chosen by the mean of its steps' maxima. Raises ValueError for sizes that fit
-    nowhere, unknown modes, and loads that are negative or not numbers.
+    hierarchical leaves each group on the node with most of it today; so does hybrid if the target
+    allows it. A window's plan is chosen by the mean of its steps' maxima. Raises ValueError for
+    sizes that fit nowhere, unknown modes, and loads that are negative or not numbers.
     """
     window = _checked(loads, mode, num_groups)
     num_layers, num_experts = window.shape[1:]

@@ -1,16 +1,16 @@
-"""Improve expert placements near today's with few moves, because each moved replica is weights over
-a network.
+"""Improve expert placements near today's with few moves, because each moved replica sends
+weights over a network.
 
-Two kinds of move relieve the heaviest rank of a layer. It trades a replica with another rank; or an
-expert slot with a spare replica is given to another expert. If that slot is on another rank, one of
-the heaviest rank's experts gets it, and its load is then shared; if it is on the heaviest rank, a
-light expert gets it. A move costs what it adds to the distance from home: an expert that returns to
-a rank costs nothing, nor does an expert slot that was rewritten before. Each round makes, in every
+Two kinds of move relieve the heaviest rank of a layer. It trades a replica with another rank; or a
+spare replica (one of several of its expert) is replaced by one of another expert. On another rank,
+the new replica is of an expert of the heaviest rank, and shares its load; on the heaviest rank, it
+is of a light expert. A move costs the replicas that it adds on ranks that are not their homes: an
+expert that returns home costs nothing, nor does a slot that was rewritten before. Each round makes, in every
 layer that is not good enough, the move with the most relief per replica; the tables after each
 round form the layer's path. Independent of nodes and time. All layers are planned at once.
 
-Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank, Q = R * S slots,
-U a layer's heaviest rank, Z most spare expert slots of a layer, N rounds.
+Shapes: L layers, E logical experts, R living ranks, S maximum expert slots of a rank, Q = R * S
+slots, Z maximum spare expert slots of a layer, N rounds.
 """
 
 from __future__ import annotations
@@ -321,8 +321,8 @@ def _trades(state: _TableState, top: _Top, num_light: int) -> _Moves:
 
 
 def _spares(state: _TableState, top: _Top) -> tuple[Ints, Singles]:
-    """Return (expert slots [L, Z] with a spare replica, padded with -1; load of the heaviest of
-    the expert's other ranks without it).
+    """Return (expert slots [L, Z] with a spare replica, padded with -1; load of the expert's
+    heaviest other rank once that replica is gone).
     """
     table, counts = state.table_LQ, state.counts_LE1
     num_experts = counts.shape[1] - 1

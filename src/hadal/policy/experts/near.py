@@ -1,9 +1,8 @@
-"""Plan a placement near today's: choose the search for the ranks, respect nodes, spend the move
-budget.
+"""Plan a placement near today's within a budget of moves, by the search that suits the ranks' slots.
 
 Independent of time. All layers at once.
 
-Shapes: T steps, L layers, E logical experts, R living ranks, S most expert slots of a rank.
+Shapes: T steps, L layers, E logical experts, R living ranks, S maximum expert slots of a rank.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ placement. `place_hybrid` buys more balance with trades across nodes, only as ma
 requires. Independent of today's placement and of time. All layers at once.
 
 Shapes: L layers, E logical experts, G groups of E/G neighbouring experts, N nodes, R living ranks,
-S most expert slots.
+S maximum expert slots of a rank.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ NUM_LIGHT = 6
 the time.
 """
 MAX_PARTITIONS = 3000
-"""Maximum number of ways to deal groups to nodes that are enumerated (105 for 8 groups on 4 nodes);
-above it, search.
-"""
+"""Maximum number of ways to deal groups to nodes that are all tried (105 for 8 groups on 4 nodes)."""
 
 
 def deal_groups(loads_LG: Floats, num_ranks_N: Ints) -> Ints:
-    """Return the groups on each node [L, N, most groups], EMPTY-padded; the fullest node is as
-    light as possible.
+    """Return the groups on each node [L, N, most groups], EMPTY-padded, so that the highest
+    load per rank of a node is as low as possible.
 
     Exact when the groups divide by the nodes and there are at most MAX_PARTITIONS ways; otherwise
     greedy with trades.

@@ -35,9 +35,9 @@ def heaviest_pair(loads_LE: Singles, counts_LE: Ints) -> Singles:
 def choose_counts(loads_LE: Floats, num_replicas: int, num_ranks: int, *, num_rounds: int) -> Ints:
     """Return replicas [L, E] with a folded heaviest rank no heavier than the greedy's.
 
-    First, for every k, the best of "the k heaviest splits of the greedy, the other X - k for the
-    lightest experts". Then `num_rounds` rounds move a replica from one expert to another, best
-    exchange first.
+    First, every k is tried: the greedy's first k extra replicas, and one for each of the X - k
+    lightest experts. Then each of `num_rounds` rounds makes the best move of one replica from an
+    expert to another.
     """
     num_layers, num_experts = loads_LE.shape
     counts, given = replicate(loads_LE, num_replicas, num_ranks)
@@ -60,8 +60,8 @@ def choose_counts(loads_LE: Floats, num_replicas: int, num_ranks: int, *, num_ro
 
 
 def improve_counts(loads_LE: Singles, counts_LE: Ints, best_L: Singles, num_ranks: int) -> bool:
-    """Make the best exchange per layer in place, if one improves: from any split expert to one that
-    the heaviest pair needs. Return True if any layer improved.
+    """Move one replica per layer in place, if that lightens the heaviest pair: from any split expert
+    to one of that pair or of the two lightest whole experts. Return True if any layer improved.
     """
     num_layers = len(loads_LE)
     experts, shares = expand(loads_LE.astype(np.float64), counts_LE)

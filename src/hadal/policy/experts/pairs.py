@@ -99,7 +99,7 @@ def improve_pairs(
             best[layers], loads_LE[layers]
         ) * (1 - 1e-6)
         best[layers] = new
-        # Layers that were not chosen had too little to gain for the rest of the budget.
+        # Layers that were not chosen gain too little to spend the rest of the budget on.
         open_layers = layers[better]
     return best
 

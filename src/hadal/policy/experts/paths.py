@@ -1,10 +1,10 @@
-"""Paths of placements, ever further from home, and the choice of each layer's table within a budget
-of moves.
+"""Paths of placements, each one move from the one before, and the choice of each layer's table within
+a budget of moves.
 
 Independent of nodes, of time, and of how a path was found.
 
-Shapes: N tables, L layers, E logical experts, R living ranks, S most expert slots of a rank,
-Q = R * S expert slots.
+Shapes: N tables, L layers, E logical experts, R living ranks, S maximum expert slots of a
+rank, Q = R * S expert slots.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from hadal.policy.experts.tables import Singles, heaviest_rank
 
 @dataclass(frozen=True)
 class Path:
-    """Sequence of tables for every layer, each one move from its predecessor; the first is the
-    start of the path.
-    """
+    """Sequence of tables for every layer, each one move from the one before, from its start."""
 
     tables_NLQ: NDArray[np.int16]
     tops_NL: Singles
@@ -33,7 +31,7 @@ class Path:
 
 
 def standing(table_LRS: Ints, loads_LE: Floats, distance_L: Ints) -> Path:
-    """Return a path without moves."""
+    """Return a path of one table, without moves; `distance_L`: its replicas away from home."""
     tables = table_LRS.reshape(1, len(table_LRS), -1).astype(np.int16)
     return Path(
         tables, heaviest_rank(table_LRS, loads_LE).astype(np.float32)[None], distance_L[None]
@@ -52,7 +50,7 @@ def _within(tops_NL: Singles, distances_NL: Ints, max_moves: int) -> Ints:
     """Return the index of the table that each layer takes [L].
 
     The price of a replica (the gain that it must bring) is bisected; the rest of the budget goes to the
-    worst layers first. The first tables are the layers' present ones, and no layer ends heavier.
+    worst layers first. No layer ends heavier than in its first table.
     """
     values = np.where(tops_NL > tops_NL[0], -1.0, 1.0 / np.maximum(tops_NL, 1e-9))
     columns = np.arange(tops_NL.shape[1])

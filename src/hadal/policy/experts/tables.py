@@ -4,7 +4,7 @@ tables.
 Independent of nodes, time and how a table was found. All layers at once: an array's first axis is
 the layer.
 
-Shapes: L layers, E logical experts, R living ranks, S most expert slots of a rank.
+Shapes: L layers, E logical experts, R living ranks, S maximum expert slots of a rank.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Place experts for a window of steps, by the heaviest rank of every step and not of the summed
-loads.
+"""Place experts for a window of steps, by the heaviest rank of each step instead of summed loads.
 
 A step lasts as long as its heaviest rank, which differs from step to step. Experts that are busy in
 the same steps should not share a rank, and summed loads do not show that. Ranks trade replicas
 while this lowers the mean of the steps' maxima. Independent of time. All layers at once.
 
-Shapes: T steps, L layers, E logical experts, R living ranks, S most expert slots of a rank,
-Q = R * S expert slots, H light ranks.
+Shapes: T steps, L layers, E logical experts, R living ranks, S maximum expert slots of a
+rank, Q = R * S expert slots, H light ranks.
 """
 
 from __future__ import annotations
