@@ -20,7 +20,7 @@ from hadal.core.placement import EMPTY, Placement
 from hadal.reference.route import Replicas
 
 NO_PLACEMENT = Placement(0, np.zeros((0, 1, 0), np.int16))
-"""Placement of a rank before its first one."""
+"""Placement of a rank before one is installed."""
 
 
 class ExpertSlotCounts:
@@ -64,7 +64,7 @@ class InstalledPlacement:
         self.counts = ExpertSlotCounts(placement.num_layers, self.num_expert_slots, device)
 
     def install_layer(self, layer: int, placement: Placement) -> None:
-        """Do as ExpertComm.install_layer."""
+        """Replace one layer's placement, as ExpertComm.install_layer does."""
         if (
             not 0 <= layer < len(self.replicas)
             or placement.num_expert_slots != self.num_expert_slots

@@ -101,7 +101,7 @@ def mean_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
 
 
 def most_pairs(max_tokens: int, top_k: int, num_held: int) -> int:
-    """Return the most pairs that a rank may send to one with `num_held` experts: a token uses one
+    """Return the most pairs that a rank may send to a rank with `num_held` experts: a token uses one
     replica of an expert.
     """
     return max_tokens * min(top_k, num_held)
@@ -128,7 +128,7 @@ class LowLatencyBuffers:
 def low_latency_buffers(
     layout: MessageLayout, max_tokens: int, top_k: int, num_ranks: int, num_held: int
 ) -> LowLatencyBuffers:
-    """Return the sizes if each of `num_ranks` ranks holds at most `num_held` experts of a layer."""
+    """Return the buffer sizes if each of `num_ranks` ranks has at most `num_held` experts of a layer."""
     from_peer = most_pairs(max_tokens, top_k, num_held)
     peers = num_ranks - 1
     received = peers * from_peer + max_tokens * min(top_k, num_held)

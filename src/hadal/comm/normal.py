@@ -1,8 +1,8 @@
 """Normal mode: a token goes once to each rank that has experts for it. Sizes are received from the
 peers.
 
-Defines how messages are filled and read (layout: comm/layout), not how they are sent. For prefill,
-with many tokens, where bandwidth matters. Shapes: T tokens, D hidden, P pairs of a message.
+Defines how messages are filled and read (layout: comm/layout), not how they are sent. Made for
+prefill, with many tokens, where bandwidth matters. Shapes: T tokens, D hidden, P pairs of a message.
 """
 
 from __future__ import annotations

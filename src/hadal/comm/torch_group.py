@@ -4,7 +4,7 @@ Each formation has its own process group, named after its members. They meet in 
 FileStore in the unit's folder, between hosts the TCPStore of the lowest rank. They wait for each other
 there, where an abort ends the wait. Torch itself then connects them, and takes its whole deadline if a
 member dies at that moment. Everything is sent as uint8, because gloo does not support float8. An
-exchange is its counts, then its bytes; `recvs` only sets where the bytes are written.
+exchange sends its counts, then its bytes; `recvs` only sets where the bytes are written.
 
     gloo   two process groups, one per direction between two ranks: a single one is half duplex. Our own thread
            runs sends and receives, in order, so that they overlap computation. CUDA tensors pass through pinned
@@ -167,7 +167,7 @@ class TorchGroup:
     def exchange(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
     ) -> TorchExchange:
-        """Do as in Group."""
+        """Start an exchange, as in Group."""
         self._raise_failure()
         others = {rank for rank in self.members if rank != self.rank}
         if sends.keys() != others or (recvs is not None and recvs.keys() != others):
@@ -195,9 +195,8 @@ class TorchGroup:
                 others = tuple(rank for rank in self.members if rank != self.rank)
                 self._fail(PeerLost(others, f"nothing within {self.deadline_s} s"))
         if exchange.error is not None:
-            raise (
-                self._failure or exchange.error
-            )  # The first failure: errors of aborted operations follow from it.
+            # The first failure: errors of aborted operations follow from it.
+            raise self._failure or exchange.error
         if exchange.ready is not None:
             while not exchange.ready.query():  # type: ignore[no-untyped-call]
                 self._raise_failure()

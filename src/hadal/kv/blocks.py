@@ -122,19 +122,16 @@ class BlockAllocator:
         return len(self._name_to_block)
 
     def allocate(self, count: int, owner: Hashable) -> tuple[int, ...] | None:
-        """Return `count` blocks, now owned by `owner`, or None if fewer are free: never a part of
-        them.
-
-        Cached blocks that are evicted for it are among the next `take_changes`.
+        """Return `count` blocks, now owned by `owner`; None if fewer are free. The next `take_changes`
+        reports the cached blocks that were evicted for them.
         """
         if count < 0 or owner is None:
             raise ValueError(f"cannot allocate {count} blocks for {owner!r}.")
         if count > self.num_free:
             return None
         self._touched()
-        if (
-            count == 1 and self._free
-        ):  # The fast path, nearly always taken: a request grows by one block.
+        # Fast path, nearly always taken: a request grows by one block.
+        if count == 1 and self._free:
             block = self._free.pop()
             self._owners[block] = owner
             self._num_owned += 1
@@ -154,12 +151,11 @@ class BlockAllocator:
         owner_to_blocks: Mapping[Hashable, Sequence[int]],
         block_to_name: Mapping[int, tuple[bytes, bytes]] = {},
     ) -> tuple[int, ...]:
-        """Continue from an earlier ledger of these blocks: the times each was freed, current
-        owners, and named blocks without an owner, as (its name, name of the block before it or
-        nothing).
+        """Continue from an earlier ledger of this pool. `num_freed`: how often each block was freed.
+        `block_to_name`: named blocks without an owner -> (name, name of the block before or b"").
 
-        All other blocks become free and get a new version, so that a read under a lease of that
-        ledger is found void. Returns the free blocks. Raises InvariantError if two owners have one
+        All other blocks become free and get a new version, so that a read under a lease of the
+        earlier ledger is found void. Returns the free blocks. Raises InvariantError if two owners have one
         block, or if this ledger is in use.
         """
         if self._num_owned or self._block_to_name:
@@ -290,7 +286,7 @@ class BlockAllocator:
     def name(self, blocks: Sequence[int], chain: bytes, first: int) -> None:
         """Name complete blocks: they hold the blocks of `chain` from index `first` on.
 
-        If another block has a name already, it keeps it. Raises InvariantError if a block has no
+        A name that another block has already stays with that block. Raises InvariantError if a block has no
         owner or another name, ValueError if the chain is too short.
         """
         if first < 0 or first + len(blocks) > num_names(chain):
@@ -314,15 +310,12 @@ class BlockAllocator:
                 if before:
                     self._follow(before)
             elif other != block:
-                self._eviction.use(
-                    name
-                )  # Computed twice at once: counted as a use, because the later request would have used it.
+                # Computed twice at once: a use, because the later request would have used it.
+                self._eviction.use(name)
             before = name
 
     def named_as(self, names: Iterable[bytes]) -> dict[int, tuple[bytes, bytes]]:
-        """Return block -> (its name, name of the block before it or nothing), for the blocks found
-        by these names.
-        """
+        """Return block -> (its name, name of the block before it or b"") for these names in the pool."""
         blocks = (self._name_to_block.get(name) for name in names)
         return {block: self._block_to_name[block] for block in blocks if block is not None}
 

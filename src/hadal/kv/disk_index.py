@@ -1,7 +1,7 @@
 """Blocks that a leader can find on disk: block name -> location, as reported by runtime/store/view.
 
-A name and its location take about 180 bytes (docs/decisions/001), so millions of blocks fit beside the leader's
-other state. Does not depend on files. A location may contain another block by now, so readers
+A name and its location take about 180 bytes (docs/decisions/001), so millions of blocks fit into a
+leader's memory. Does not depend on files. A location may contain another block by now, so readers
 verify it.
 """
 
@@ -64,7 +64,7 @@ class DiskIndex:
         return None if number is None else location_of(number)
 
     def found(self, names: bytes) -> tuple[DiskLocation, ...]:
-        """Return the locations of those of these blocks that are in the index."""
+        """Return the locations of the blocks that are in the index, in the order of `names`."""
         return tuple(location for name in split(names) if (location := self.find(name)) is not None)
 
     def num_found(self, chain: bytes) -> int:

@@ -5,8 +5,8 @@
       ^                   |                       |
       +-------------------+-------- drop ---------+
 
-Blocks that are written together get adjacent disk slots if there are any. Uses are counted by other
-processes and polled, so they arrive late. Does not depend on files or on other writers' blocks.
+Blocks that are written together get adjacent disk slots if there are any. Other processes count uses and
+are polled, so uses arrive late. Does not depend on files or on other writers' blocks.
 Unlike kv/blocks, it has no record of the block that follows another, so among blocks used together
 it evicts the deepest first.
 """
@@ -159,9 +159,8 @@ class DiskSlots:
         row = self._segment_to_names[segment]
         for slot, count in zip(disk_slots, counts, strict=True):
             name = row[slot]
-            if (
-                count and name is not None and name not in self._writing
-            ):  # Counts of a slot being written belong to its previous block.
+            # Counts of a slot being written belong to its previous block.
+            if count and name is not None and name not in self._writing:
                 self._eviction.use(name)
 
     def check(self) -> list[str]:

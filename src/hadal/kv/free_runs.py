@@ -15,7 +15,7 @@ class FreeRuns:
     def __init__(self) -> None:
         self._first_to_count: dict[int, int] = {}
         self._end_to_first: dict[int, int] = {}
-        """Number after the last disk slot of a run -> its first."""
+        """Number after the last disk slot of a run -> number of its first slot."""
         self._count_to_firsts: dict[int, dict[int, None]] = {}
         self._num = 0
 
@@ -28,7 +28,7 @@ class FreeRuns:
         return iter(self._first_to_count.items())
 
     def add(self, first: int, count: int = 1) -> None:
-        """Free `count` disk slots. They must not be free already."""
+        """Free `count` disk slots from `first` on, which must not be free already."""
         self._num += count
         before = self._end_to_first.get(first)
         if before is not None:

@@ -32,7 +32,7 @@ Cached = Mapping[int, PromptView]
 HEAD_SHARE = 0.1
 """Share of a rank's budget that its oldest prompt gets before lighter ones may run beside it."""
 ROOM = 1.25
-"""Prompts start on a rank until those that it has take ROOM times the mean number of tokens."""
+"""Prompts start on a rank until its prompts take ROOM times the mean number of tokens."""
 GAIN = 0.25
 """Fraction of the densest prompt's time per token that a lighter one must save to overtake others."""
 LOOK_AHEAD = 4

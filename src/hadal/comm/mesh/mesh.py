@@ -61,7 +61,7 @@ class MeshFormation:
         self.failure: tuple[tuple[int, ...], str] | None = None
         """Lost ranks and the reason."""
         self.abort = b""
-        """ABORT message for the peers; empty before a failure, or if they know of it."""
+        """ABORT message for the peers; empty before a failure, or if peers need no notice."""
         self._epochs = {rank: member.epoch for rank, member in others.items()}
 
     def expects(self, rank: int, epoch: str) -> bool:
@@ -116,7 +116,7 @@ class MeshGroup:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Do as in Group."""
+        """Return the living ranks of this formation, ascending (Group.members)."""
         return self.formation.members
 
     # ---- called by a rank ----
@@ -147,7 +147,7 @@ class MeshGroup:
     def exchange(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
     ) -> MeshExchange:
-        """Do as in Group. Raises PeerLost if the formation has failed already."""
+        """Start an exchange, as in Group. Raises PeerLost if the formation has failed already."""
         self._raise_failure()
         formation = self.formation
         peers = formation.peers
@@ -187,7 +187,7 @@ class MeshGroup:
             return tuple(sorted(self.formation.lost))
 
     def take_waits(self) -> Waited:
-        """Do as in Group."""
+        """Return the waiting times since the last call (Group.take_waits)."""
         return self._waits.take()
 
     def close(self) -> None:
@@ -341,7 +341,7 @@ class MeshGroup:
         self._poller.reap()
 
     def _greet(self, rank: int, member: Member) -> None:
-        """Send HELLO on an existing connection, or open one; lower ranks open theirs."""
+        """Send HELLO on an existing connection, or open one to a higher rank; lower ranks open theirs."""
         with self._lock:
             waiting = [
                 link for link in self._pending if (link.rank, link.epoch) == (rank, member.epoch)

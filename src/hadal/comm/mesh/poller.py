@@ -26,7 +26,7 @@ _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 class HolderLock:
-    """Lock that records its holder; a thread holds it while it waits."""
+    """Lock that records its holder: the thread that waits for data and polls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,8 +55,8 @@ class Poller:
     """Listener and links. It listens from its creation. `on_accept(link)` is called for every
     accepted connection.
 
-    `congestion`: TCP congestion control. None: reno on a loopback address, where the pacing of
-    others costs throughput, and the host's own elsewhere.
+    `congestion`: TCP congestion control. None: reno on a loopback address, where pacing by other
+    algorithms costs throughput, and the host's default elsewhere.
     """
 
     def __init__(
@@ -167,14 +167,14 @@ class Poller:
     def _run(self) -> None:
         while not self._is_closing:
             with self.turn:
-                pass  # A waiting thread polls; every wait has a deadline.
+                pass  # Leave polling to a waiting thread; every wait has a deadline.
             self.pump(POLL_S)
 
     def _accept(self) -> None:
         try:
             sock, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return  # Another thread was faster, or it is gone.
+            return  # Another thread was faster, or the peer is gone.
         sock.setblocking(False)
         self._prepare(sock)
         link = Link(sock, self._owner, self._handshake(address[0], self.port, is_connector=False))

@@ -1,7 +1,7 @@
 """Refused connections, counted by kind of listener and logged rarely, since an attacker can make
 many.
 
-A process counts those of all its listeners together: its host reports them to the gateway
+Counts are summed over all listeners of a process. Its host reports them to the gateway
 (core/messages, Refused), which shows them to operators.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 log = logging.getLogger("hadal.comm.mesh.link")
 REFUSALS_S = 60.0
-"""Seconds between two log lines."""
+"""Minimum seconds between two log lines of a listener."""
 _of_process: Counter[str] = Counter()
 
 

@@ -1,4 +1,4 @@
-"""Messages between gateways, one of which runs the front (router), and to the supervisor.
+"""Messages between gateways (one runs the front, the router), and from gateways to the supervisor.
 
     another gateway --Open--> front's gateway --Delivered ...--> another gateway        Leave: its client is gone
     front's gateway --FrontHeartbeat--> another gateway    a new epoch means a new front
