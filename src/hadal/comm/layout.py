@@ -30,9 +30,7 @@ MODES = ("normal", "low_latency")
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Sizes of messages in one dispatch format at one hidden size. Raises ValueError for an unknown
-    format.
-    """
+    """Message sizes for a dispatch format and hidden size. Raises ValueError for an unknown format."""
 
     dispatch_format: str
     hidden_size: int

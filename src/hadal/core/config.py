@@ -290,9 +290,7 @@ class GatewayConfig(ConfigTable, frozen=True):
     A server without keys on a loopback address also answers pages of this machine.
     """
     open_metrics: bool = True
-    """True: /metrics needs no key. False: it needs a key with the right to operate, as /audit and
-    /trace do.
-    """
+    """True: /metrics needs no key. False: it needs a key with the right to operate, like /audit."""
     access_log: Annotated[str, _one_of("on", OFF)] = "on"
     """Log line for each request: "on" or "off"."""
     keep_responses_s: Annotated[float, Meta(ge=0, le=86400 * 30)] = 3600.0
@@ -507,9 +505,7 @@ def units_of(deployment: Deployment, role: str) -> UnitsConfig:
 
 
 def num_drafts_max(deployment: Deployment, config: ModelConfig) -> int:
-    """Return the most speculative tokens (drafts) of a request in a step; 0 if the model has no MTP
-    module.
-    """
+    """Return the most drafts (speculative tokens) per request and step; 0 if there is no MTP module."""
     if config.num_nextn_predict_layers == 0:
         return 0
     drafts = deployment.decode.drafts

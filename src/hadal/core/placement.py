@@ -332,9 +332,7 @@ def _without_doubles(slot_to_expert_LRS: NDArray[np.int16]) -> NDArray[np.int16]
 
 
 def _swap_partner(layer: NDArray[np.int16], rank: int, slot: int) -> tuple[int, int]:
-    """Return (rank, slot) of an expert to swap with: it is not on this rank, and its rank does not
-    hold ours.
-    """
+    """Return (rank, slot) of an expert that this rank lacks, on a rank that lacks ours."""
     ours = layer[rank, slot]
     for other in range(len(layer)):
         if other == rank or ours in layer[other]:

@@ -88,9 +88,7 @@ class UsedBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class WakeAt(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call handle(now, Tick()) no later than shortly after `time_s`. A later WakeAt replaces an
-    earlier one.
-    """
+    """Call handle(now, Tick()) shortly after `time_s` at the latest. Replaces an earlier WakeAt."""
 
     time_s: float
 
@@ -105,9 +103,7 @@ class StartUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StopUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fleet only: end this unit, which is no longer needed. The answer is UnitDown when its nodes
-    are free.
-    """
+    """Fleet only: end this unit. The answer is UnitDown when its nodes are free."""
 
     unit: str
 
@@ -157,9 +153,7 @@ class DiskNews(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     added: bytes
     locations: tuple[DiskLocation, ...]
-    """Locations of `added`, name by name. A name that was known before has moved to the location
-    given here.
-    """
+    """Location of each name in `added`; a name that was known before has moved there."""
     dropped: bytes = b""
 
 

@@ -25,9 +25,7 @@ by less than a minute.
 
 
 def turn_s(arrived_s: float, priority: int) -> float:
-    """Return the key that orders queued requests, smallest first; the caller breaks ties by
-    sequence number.
-    """
+    """Return a queued request's sort key, smallest first; callers break ties by sequence number."""
     return arrived_s - AGE_S * priority
 
 

@@ -74,9 +74,7 @@ class StepCut:
 def look_ahead(
     waiting: Iterable[T], num_ranks: int, limits: StepLimits, num_tokens_of: Callable[[T], int]
 ) -> list[T]:
-    """Return the first of `waiting`, enough for the next steps: more would only make planning
-    slower.
-    """
+    """Return the first of `waiting`, as many as the next steps need: more would slow planning."""
     seen, left = [], LOOK_AHEAD * num_ranks * limits.num_tokens_mean
     for prompt in waiting:
         if left <= 0:

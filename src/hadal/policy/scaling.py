@@ -158,9 +158,7 @@ class ScalingStep(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """Reason for a decision, for printing. Needs are in units of `role`, the role with the larger
-    need.
-    """
+    """Reason for a decision, to print. Needs are in units of `role`, which has the larger need."""
 
     step: ScalingStep
     role: str
@@ -235,9 +233,7 @@ def decide(view: ScalingView, rules: ScalingRules) -> Decision:
 
 
 def _ahead_s(rules: ScalingRules) -> Floats:
-    """Return the times of the forecast ahead: until a unit released now could be back, or no longer
-    needed.
-    """
+    """Return the forecast's times, seconds from now, until a unit released now could be back."""
     horizon_s = rules.start_s + max(rules.period_s, rules.hold_s)
     grid = np.arange(0.0, horizon_s, GRID_S)
     return np.unique(np.append(grid, [rules.start_s + rules.period_s, horizon_s]))

@@ -17,9 +17,7 @@ state.
 UNSEEN = 2.0
 """Timeouts granted while the process's host has not answered: the host itself may be late."""
 TOGETHER = 4.0
-"""Timeouts granted to processes that are all late at once: they share a host or the network path to
-it.
-"""
+"""Timeouts granted to processes that are all late at once: their host or network may be slow."""
 MOST = 20.0
 """Maximum number of timeouts that a process is granted with any excuse for its silence."""
 PAUSE_PERIODS = 2.5

@@ -13,9 +13,7 @@ from hadal.core.arrays import Ints
 
 @dataclass(frozen=True)
 class PrefillUnitView:
-    """Prefill unit as the front counts it. Many requests may share one view, so derived values are
-    cached.
-    """
+    """Prefill unit as the front counts it. Derived values are cached: many requests share a view."""
 
     unit: str
     num_blocks: int
@@ -71,9 +69,7 @@ class DecodeRanksView:
     num_blocks: Ints
     num_blocks_used: Ints
     num_blocks_worst: Ints
-    """Blocks that the ranks' requests hold if all run to their longest. Ignored if the caller
-    preempts.
-    """
+    """Blocks that requests hold if all run to their longest. Ignored if the caller preempts."""
     num_requests: Ints
     num_requests_max: Ints
 
@@ -175,9 +171,7 @@ class PromptView:
     num_context: int = 0
     """Positions before the tokens still to be planned, computed or cached. Those attend to them."""
     num_loading: int = 0
-    """Context blocks still to be read from disk: until they are loaded, nothing of the prompt is
-    computed.
-    """
+    """Context blocks still to be read from disk; until then nothing of the prompt is computed."""
     load_s: float = 0.0
     """Predicted seconds to read `num_loading` blocks; 0 if not measured."""
 

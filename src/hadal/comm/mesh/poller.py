@@ -92,9 +92,7 @@ class Poller:
         self._thread.start()
 
     def connect(self, host: str, port: int, rank: int, epoch: str) -> tuple[Link, str]:
-        """Start to connect; the link accepts frames at once. Return it, and why connecting failed
-        (or "").
-        """
+        """Start to connect. Return the link, which accepts frames at once, and the error (or "")."""
         sock = socket.socket(_family(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._prepare(sock)
         link = Link(sock, self._owner, self._handshake(host, port, is_connector=True), rank, epoch)

@@ -35,13 +35,9 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     num_public: int = 0
     """Tokens at the beginning with KV shared under kv/names.PUBLIC instead of `salt`, in whole blocks."""
     chain: bytes = b""
-    """Names of the full blocks of prompt + output, filled in by the front; empty if nothing is to
-    be cached.
-    """
+    """Names of the full blocks of prompt + output, set by the front; empty: cache nothing."""
     attempt_id: int = 0
-    """Id assigned by the front with Decode. It identifies the attempt's tokens, and is unique among
-    fronts.
-    """
+    """Id of the attempt in Tokens, assigned by the front with Decode and unique among fronts."""
     tenant: str = ""
     """Name of the tenant, independent of its salt: scarce resources are shared among tenants."""
     fingerprint: str = ""

@@ -1,6 +1,4 @@
-"""Messages between the front and the leaders of units: attempts, KV, tokens, reports, and a unit's
-life.
-"""
+"""Messages between the front and leaders: attempts, KV, tokens, reports, start and end of a unit."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ class PrefillDone(Message, frozen=True):
 
 
 class Cached(Message, frozen=True):
-    """Change in the blocks that a unit can reuse from its pools. The first one to a front lists all
-    of them.
-    """
+    """Change in the blocks that a unit can reuse from its pools. A front's first one lists them all."""
 
     unit: str
     epoch: str
@@ -304,9 +300,7 @@ class Sighting(Message, frozen=True):
 
     process: str
     waited_s: float
-    """Sum over its threads of the time since its start in which they were ready to run without a
-    processor.
-    """
+    """Seconds since its start in which threads were ready to run without a processor, summed."""
     is_stopped: bool
 
 

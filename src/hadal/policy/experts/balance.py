@@ -81,9 +81,7 @@ class ExpertPlan:
     moved_replicas: int
     """Replicas that their rank did not hold before; 0 if there was no placement before."""
     moved_across_nodes: int = 0
-    """Replicas on a node that did not hold their expert before, so that weights cross between
-    nodes.
-    """
+    """Replicas on a node without their expert before: weights that cross between nodes."""
 
 
 def balance(
@@ -216,9 +214,7 @@ def moved_replicas(old: Placement, new: Placement, nodes: tuple[int, ...] | None
 def settled(
     slot_to_expert_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]
 ) -> NDArray[np.int16]:
-    """Return the same experts on the same ranks, each in its former slot if its rank held it
-    before.
-    """
+    """Return the table with each expert in its former slot, if its rank held it before."""
     result = slot_to_expert_LRS.copy()
     num_expert_slots = slot_to_expert_LRS.shape[2]
     width = min(num_expert_slots, before_LRS.shape[2])

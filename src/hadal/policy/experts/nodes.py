@@ -27,9 +27,7 @@ from hadal.policy.experts.increment import Homes, descend
 from hadal.policy.experts.tables import held_by
 
 NUM_LIGHT = 6
-"""Number of lightest ranks that the heaviest may trade with. More: up to 1.5 % less traffic, twice
-the time.
-"""
+"""Lightest ranks that the heaviest may trade with. More: up to 1.5 % less traffic, twice the time."""
 MAX_PARTITIONS = 3000
 """Maximum number of ways to deal groups to nodes that are all tried (105 for 8 groups on 4 nodes)."""
 

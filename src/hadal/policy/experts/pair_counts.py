@@ -19,9 +19,7 @@ from hadal.policy.experts.tables import Singles
 
 
 def heaviest_pair(loads_LE: Singles, counts_LE: Ints) -> Singles:
-    """Return the load of the heaviest rank [L] after folding. Single precision sorts several times
-    faster.
-    """
+    """Return the load of the heaviest rank [L] after folding. Single precision: it sorts faster."""
     counts = counts_LE.ravel()
     shares = np.repeat(loads_LE.ravel() / counts.astype(np.float32), counts).reshape(
         len(loads_LE), -1

@@ -105,9 +105,7 @@ def improve_pairs(
 
 
 def with_counts(table_LRS: Ints, loads_LE: Floats, counts_LE: Ints) -> Ints:
-    """Return the table with the given replica counts, as far as possible without an expert twice on
-    a rank.
-    """
+    """Return the table with these replica counts, as far as no rank then has an expert twice."""
     table = table_LRS.copy()
     changes = counts_LE - _counts(table, loads_LE.shape[1])
     for layer, change in enumerate(changes):
