@@ -341,7 +341,9 @@ class Handle:
         return message
 
     def finish_combine(self, weights_TK: Tensor) -> Tensor:
-        """Return routed [T, D], FP32. Raises PeerLost."""
+        """Wait for the experts' outputs and return their weighted sums, routed [T, D], FP32. Raises
+        PeerLost, or MessageError if a peer returned another number of bytes.
+        """
         comm = self._comm
         assert self._back is not None
         if comm.peers:

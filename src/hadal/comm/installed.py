@@ -53,7 +53,7 @@ class InstalledPlacement:
     """Replicas of every MoE layer, and counts per expert slot of the rank."""
 
     def __init__(self, placement: Placement, members: Iterable[int], device: str) -> None:
-        """Raises ValueError if an expert has no replica on a member."""
+        """Install `placement`. Raises ValueError unless members have replicas of all experts, and others none."""
         self._members = frozenset(members)
         self._device = device
         self._check(placement)

@@ -98,10 +98,10 @@ class UnitsConfig(ConfigTable, frozen=True):
 
     units: Annotated[int, Meta(ge=1, le=1 << 12)] = 1
     ranks: Ranks = 1
-    """Ranks of a unit: processes (GPUs) that step together and share out its experts."""
+    """Ranks of a unit: processes (GPUs) that step together and divide the unit's experts."""
     ranks_per_node: Ranks = 8
     redundant_experts: Annotated[int, Meta(ge=0, le=1 << 14)] = 0
-    """Replicas of experts per layer beyond one of each expert."""
+    """Extra replicas of experts per layer, beyond one replica of each expert."""
     overlap: Annotated[str, _one_of("auto", "sequential", "prefill_dual", "decode_five")] = "auto"
     """Overlap of compute and communication in steps: "sequential", "prefill_dual" or "decode_five";
     "auto": the one with the lowest predicted time for the step.
@@ -232,7 +232,7 @@ class BatchesConfig(ConfigTable, frozen=True):
 
 
 class FleetConfig(ConfigTable, frozen=True):
-    """Units that start and stop with the demand (policy/scaling). `units` of each role is the floor."""
+    """Units that start and stop with the demand (policy/scaling). `units` of each role is the minimum."""
 
     mode: Switch = OFF
     """"off": the number of units stays at `units`; "auto": units are started and drained during service."""
@@ -245,7 +245,7 @@ class FleetConfig(ConfigTable, frozen=True):
     """
     bundle_decode: Units = 0
     prefill_tokens_per_s: Rate = 0.0
-    """Speed of a unit that still meets its latency targets. 0: the speed that units measure themselves."""
+    """Throughput of a unit that meets its latency targets. 0: as measured by the units."""
     decode_tokens_per_s: Rate = 0.0
     prefill_use: Share = 0.7
     """Average utilisation of units above which another one is started."""
@@ -423,13 +423,13 @@ class Deployment(ConfigTable, frozen=True):
     from its unit and restarted.
     """
     slow_host_rest_s: Annotated[float, Meta(ge=0, le=600)] = 30.0
-    """First rest of a host that slows all others of its unit: the unit continues without it for
-    this long. 0: hosts never rest (policy/slow_hosts).
+    """Seconds for which a unit first continues without a host that slows all others (the host rests).
+    0: hosts never rest (policy/slow_hosts).
     """
     collective_timeout_s: Seconds = 10.0
     """Deadline of one exchange between ranks."""
     unit_timeout_s: Seconds = 2.0
-    """A unit that is silent for this long, although it could run, is given up and restarted."""
+    """A unit that is silent for this long, although it could run, is declared dead and restarted."""
     gateway_timeout_s: Seconds = 10.0
     """A gateway that is silent for this long, although it could run, is killed and restarted. Its
     streams are then lost; streams of a gateway that only paused continue.
@@ -513,7 +513,7 @@ def num_drafts_max(deployment: Deployment, config: ModelConfig) -> int:
 
 
 def num_cache_layers(deployment: Deployment, config: ModelConfig) -> int:
-    """Return the layers of a KV block: the model's, then the MTP module's if it drafts."""
+    """Return the number of layers in a KV block: the model's, and the MTP module's if it drafts."""
     return config.num_hidden_layers + (num_drafts_max(deployment, config) > 0)
 
 

@@ -24,7 +24,7 @@ from hadal.core.errors import ConfigError
 MIB = 1 << 20
 MAX_TOML_BYTES = MIB
 MAX_JSON_BYTES = 64 * MIB
-"""Limit of other JSON files. DeepSeek-V3's index has 8.9 MB; tokenizers have up to 35 MB."""
+"""Limit of most JSON files. DeepSeek-V3's index has 8.9 MB; tokenizers have up to 35 MB."""
 MAX_CONFIG_BYTES = 4 * MIB
 """Limit of a config.json or a chat template."""
 MAX_TABLE_BYTES = 512 * MIB

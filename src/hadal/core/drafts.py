@@ -20,7 +20,7 @@ _NONE = (0, 0)
 
 
 def compared(num_checked_N: NDArray[np.int64], num_right_N: NDArray[np.int64]) -> Compared:
-    """Count the drafts of N slots: `num_checked_N` were compared, `num_right_N` were right."""
+    """Return the counts over N slots, from the numbers of checked and of right drafts per slot."""
     return tuple(
         (
             int(np.count_nonzero((num_checked_N > place) & (num_right_N >= place))),

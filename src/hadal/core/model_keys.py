@@ -384,7 +384,7 @@ COMPRESSED_WEIGHTS: Table = {
     "scale_dtype": ConfigKey(Use.INERT, _TENSORS_SAY),
     "zp_dtype": ConfigKey(Use.INERT, "symmetric: there are no zero points"),
 }
-"""Key of `weights` of a group -> row."""
+"""Key of `weights` in an entry of `config_groups` -> row."""
 
 _DRAW = "GenerationConfig: changes a draw"
 _END = "GenerationConfig: changes the end of a text"

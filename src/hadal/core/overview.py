@@ -72,9 +72,9 @@ class Overview(msgspec.Struct, frozen=True):
     """Role -> ranks of a unit."""
     snapshot: FrontSnapshot
     latency: dict[str, Buckets] = {}
-    """"first_token" and "per_token", in seconds."""
+    """"first_token" or "per_token" -> histogram of seconds."""
     experts: dict[str, UnitExperts] = {}
-    """Experts of the units that were requested."""
+    """Requested unit -> its experts."""
     ranks_per_node: dict[str, int] = {}
     """Role -> ranks per node, from the deployment."""
     cores: dict[str, tuple[int, ...]] = {}

@@ -246,8 +246,7 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
         extra = (
             np.arange(num_redundant) * num_experts // max(num_redundant, 1) + layer
         ) % num_experts
-        # In a row of experts repeated by num_redundant / num_experts, equal ones are at least
-        # num_experts apart.
+        # Entry i goes to rank i % num_ranks; _without_doubles repairs ranks with an expert twice.
         row = np.concatenate((np.arange(num_experts), extra))
         slots[layer] = row.reshape(num_expert_slots, num_ranks).T
     return Placement(num_experts, _without_doubles(slots))
@@ -320,7 +319,7 @@ def without(placement: Placement, lost: Collection[int]) -> Placement:
 
 
 def _without_doubles(slot_to_expert_LRS: NDArray[np.int16]) -> NDArray[np.int16]:
-    """Swap a redundant replica with a later rank's if a rank would hold an expert twice."""
+    """Swap a replica with another rank's where a rank would hold an expert twice."""
     for layer in slot_to_expert_LRS:
         for rank in range(len(layer)):
             for slot in range(layer.shape[1]):

@@ -448,17 +448,17 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Events of a traced plan."""
     expert_slot_counts: bytes = b""
     """Tokens that the rank's expert slots received since the last counted plan, int64 [L, S]; only
-    set for a counted plan. A flip resets its layer's counts. A leader of several ranks reads them
-    itself, and does not pass them to the leader inside it that plans steps.
+    set for a counted plan. A flip resets its layer's counts. Read by roles/ranks, which
+    does not pass them on to the leader that plans steps.
     """
     scores: dict[int, tuple[Score, ...]] = {}
-    """Index of a chunk with `num_scores` >= 0 -> scores of the prompt's token after each of its own."""
+    """Index of a chunk with `num_scores` >= 0 -> score of the prompt token after each of its tokens."""
     link_bytes: LinkBytes = NO_LINK_BYTES
     """Bytes exchanged with peers for the rank's own tokens, both ways, since the last step that
     succeeded (of several ranks together: the sum).
     """
     waited: Waited = NO_WAIT
-    """Waiting time of this rank alone. A leader of several ranks reads it itself."""
+    """Waiting time of this rank alone, read by roles/ranks."""
     drafts: Compared = ()
     """Drafts compared and accepted in all passes (of several ranks together: the sum)."""
 

@@ -65,7 +65,7 @@ class FreeRuns:
             self._num -= self._drop(first)
 
     def check(self) -> list[str]:
-        """Return problems; empty if runs are apart and counts are right."""
+        """Return problems; empty if no runs touch or overlap and counts are right."""
         problems = []
         runs = sorted(self._first_to_count.items())
         if any(first + count >= after for (first, count), (after, _) in pairwise(runs)):

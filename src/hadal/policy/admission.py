@@ -21,7 +21,7 @@ RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 HEADROOM_SHARE = 8
 """1/HEADROOM_SHARE of the slots is the number of requests prefilled before a slot is free;
-1/HEADROOM_SHARE of the running requests is the number of blocks kept free for their growth.
+1/HEADROOM_SHARE of the running requests, and one, is the number of blocks kept for their growth.
 """
 BATCH_RETRY_S = 0.05
 """Seconds after which a refused batch request is tried again."""
@@ -68,9 +68,9 @@ def admit_batch(view: SpareView) -> Refusal | None:
 
     Batches use only capacity that other requests leave. In decode a batch request can be preempted,
     and its rows rest if there is no time for them (policy/rows), but prefill cannot stop within a
-    step. So while other requests run, a batch request starts only on a free prefill rank and if
-    decode has time for it (one may always run). As many slots as other requests use stay free, so
-    that not each next one preempts a batch request.
+    step. So while other requests run, a batch request needs a free prefill rank and time in decode
+    (one batch request may always take it). As many slots stay free as other requests use, or each
+    of their next ones would preempt a batch request.
     """
     if view.is_draining:
         return Refusal(503, "the server is shutting down.", RETRY_AFTER_MAX_S / 6)

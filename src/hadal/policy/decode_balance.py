@@ -70,7 +70,7 @@ class Shares:
     def __init__(
         self, ranks: DecodeRanksView, num_blocks_coming: int, num_coming: int, *, preempts: bool
     ) -> None:
-        """Means are of the unit once the coming requests and their blocks are placed."""
+        """Relate shares to the unit's means once the coming requests and their blocks are placed."""
         self.ranks = ranks
         self.preempts = preempts
         self.used_R = ranks.num_blocks_used.copy()

@@ -55,7 +55,7 @@ class MoveTerms:
     stall_steps: float = 3.0
     """Steps that a moved request stands still, at most (roles/decode/slots)."""
     gain_steps: float = 50.0
-    """Steps until the unit is about as uneven again; until then a moved request stays."""
+    """Steps until the unit is about as uneven again; until then a moved request is not moved again."""
     num_tokens_left_min: int = 8
     """Minimum number of tokens that a request may still generate, at its longest, to be moved."""
 

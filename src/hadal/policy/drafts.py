@@ -35,7 +35,7 @@ up to PERIOD_MAX.
 _GAIN = 0.1
 """Weight of a new step in the mean seconds of steps with its number of drafts, from the tenth on."""
 _OUTLIER = 2.0
-"""Limit of a step's counted time, in mean step times: the machine was busy with something else."""
+"""Longest time that a step counts with, in mean step times: longer ones had other causes."""
 _MEMORY_STEPS = 32.0
 """Steps over which old counts of drafts decay."""
 _KEPT_DRAFTS = 2.0
@@ -45,8 +45,8 @@ trial counts about as much as all earlier drafts.
 _LAST_STEPS = 6
 """Number of latest steps that are compared with all steps before them."""
 _UNLIKELY, _UNLIKELY_DRAFTS = 4.0, 1.5
-"""Standard deviations, and drafts on top, by which right drafts of the latest steps must differ
-from the older share to replace it.
+"""The latest steps replace older counts if their right drafts differ from the expected number by
+over _UNLIKELY standard deviations + _UNLIKELY_DRAFTS.
 """
 _PRIOR = 0.8, 1.0
 """Assumed share of right drafts before any were seen, and its weight in drafts."""
@@ -66,7 +66,7 @@ class _Size:
     seconds: list[float] = field(init=False)
     num_seen: list[int] = field(init=False)
     tried_at: list[int] = field(init=False)
-    """Step in which each number was last tried or used; -1: never."""
+    """Step in which each number of drafts was last tried or used; -1: never."""
 
     def __post_init__(self) -> None:
         self.seconds = [0.0] * (1 + self.num_max)
@@ -146,7 +146,7 @@ class DraftChooser:
         """Tried and right drafts of this trial."""
 
     def choose(self, num_requests: int) -> int:
-        """Return the drafts of the next plan; `num_requests` is that of the fullest rank."""
+        """Return the number of drafts of the next plan; `num_requests`: requests of the fullest rank."""
         if self._is_fixed or self.num_max == 0:
             return self.num_max
         self._num_steps += 1

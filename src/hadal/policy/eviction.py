@@ -102,7 +102,7 @@ class Arc:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        """Blocks of the cache; may grow. Each list remembers as many names of evicted blocks."""
+        """Blocks of the cache; may grow. Each list remembers up to `capacity` evicted names."""
         self._once, self._again = Lru(), Lru()
         self._gone_once: OrderedDict[bytes, None] = OrderedDict()
         self._gone_again: OrderedDict[bytes, None] = OrderedDict()

@@ -1,7 +1,7 @@
 """Choose the passes (tokens per request) of a decode plan, so that no rank waits for its leader.
 
     plan of one pass    rank   | 1 |      | 2 |      | 3 |       a small model's pass takes a fifth of a
-                        leader     | plan | | plan | | plan |    millisecond, a plan's way there longer
+                        leader     | plan | | plan | | plan |    millisecond, sending a plan takes longer
     plan of four        rank   | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 |
                         leader   |  plan  |    |  plan  |
 

@@ -52,7 +52,7 @@ def step_budget_s(
 
     The result is at most `DRAIN` of all queued work, so that a few dense prompts do not delay short
     ones that arrive meanwhile. It is at least half of the time of a fresh prompt of that many
-    tokens; up to all of that time, so that the fixed cost is at most FIXED_SHARE of the step.
+    tokens, or up to all of that time if the fixed cost would exceed FIXED_SHARE of the step.
     """
     num_tokens, num_pairs = 0, 0.0
     for prompt in prompts:

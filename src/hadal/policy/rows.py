@@ -48,7 +48,7 @@ class RowsView:
     """Weight of each row's tenant, the same in all its rows."""
     is_batch: Bools
     turns: Ints
-    """The row's place in the queue: the smallest is computed next (`requeued`)."""
+    """Place of each row in the queue: the smallest is computed next (`requeued`)."""
 
 
 def requeued(turns: Ints, is_computed: Bools) -> Ints:
@@ -127,7 +127,7 @@ def _computed(
 
 
 def _first(rows: RowsView, shares: Floats, is_in: Bools, num_R: Ints) -> Bools:
-    """Return on each rank the first `num_R` of these rows: the least share first, then the least turn."""
+    """Return the first `num_R` of these rows on each rank: least share first, then least turn."""
     chosen = np.flatnonzero(is_in)
     order = chosen[np.lexsort((rows.turns[chosen], shares[chosen], rows.ranks[chosen]))]
     ranks = rows.ranks[order]

@@ -129,7 +129,7 @@ class RoleView:
     times_s: tuple[float, ...]
     """Times of the samples by the clock of the day, ascending."""
     rates: tuple[float, ...]
-    """Tokens per second at those times."""
+    """Tokens per second at `times_s`."""
     unit_tokens_per_s: float
     """Throughput of one unit within the latency SLO, measured or predicted."""
     backlog_tokens: float = 0.0

@@ -19,7 +19,7 @@ SHARE = 1 / 3
 WORTH = 1.5
 """The share must also reach WORTH / number of hosts, as a rest costs one host: 0.75 with two hosts."""
 CLEAR = 2.0
-"""Minimum ratio of the wait for this host to the wait for the next slowest."""
+"""Minimum ratio of the wait for the slowest host to the wait for the next slowest."""
 AGREE = 3
 """(n - 1) // AGREE of n other hosts may have waited less: none of two or three, one of four."""
 ROUND_TRIP_S = 0.01

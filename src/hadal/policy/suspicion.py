@@ -11,9 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 ASK_SHARE = 0.4
-"""Share of its timeout after which a silent process is suspected: its host is then asked about its
-state.
-"""
+"""Share of the timeout after which a silent process is suspected and its host is asked about it."""
 UNSEEN = 2.0
 """Timeouts granted while the process's host has not answered: the host itself may be late."""
 TOGETHER = 4.0
@@ -33,7 +31,7 @@ class Silence:
     did not run.
     """
     starved: float | None = None
-    """Share of that time in which the process was runnable without a processor, sampled by its
+    """Share of `silent_s` in which the process was runnable without a processor, sampled by its
     host; above 1 if several threads waited at once. None: its host has not sampled twice yet.
     """
     is_stopped: bool = False

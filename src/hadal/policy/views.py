@@ -48,7 +48,7 @@ class PrefillUnitView:
 
 @dataclass(frozen=True, slots=True)
 class DecodeUnitView:
-    """Decode unit as the front counts it: everything sent there, started or not."""
+    """Decode unit as the front counts it, with all requests sent to it, started or not."""
 
     unit: str
     num_blocks: int
@@ -111,7 +111,7 @@ class DownstreamView:
     """Requests in prefill and decode, and the capacity of decode."""
 
     num_slots: int
-    """Requests all living decode units can work on at once."""
+    """Requests that all living decode units can work on at once."""
     num_blocks: int
     num_requests: int
     """Requests placed: prefilling, transferring or decoding."""
@@ -153,7 +153,7 @@ class SpareView:
     """Prompts that are being computed."""
     num_prefill_ranks: int
     num_slots: int
-    """Requests all living decode units can work on at once."""
+    """Requests that all living decode units can work on at once."""
     num_slots_beside: int
     """Slots that batches may fill beside others' requests (policy/admission.slots_beside)."""
     num_blocks_used: int

@@ -1,1 +1,1 @@
-"""Mesh of ranks over TCP, our own implementation: frames, connections of pairs, and the whole mesh."""
+"""Mesh of ranks over TCP, our own implementation: frames, a connection per pair, and the whole mesh."""

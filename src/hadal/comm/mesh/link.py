@@ -289,7 +289,7 @@ class FrameReader:
         return num_bytes < len(into)
 
     def retire(self) -> None:
-        """Stop writing data of the current frame."""
+        """Drop the rest of a DATA frame in progress instead of writing it to its destination."""
         with self.lock:
             if self._frame is not None and self._frame.kind == DATA:
                 self._view = None

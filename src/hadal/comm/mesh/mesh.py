@@ -65,7 +65,7 @@ class MeshFormation:
         self._epochs = {rank: member.epoch for rank, member in others.items()}
 
     def expects(self, rank: int, epoch: str) -> bool:
-        """Return whether this process is another member."""
+        """Return whether the process (rank, epoch) is another member."""
         return self._epochs.get(rank) == epoch
 
     def fail(self, ranks: tuple[int, ...], reason: str, *, notifies: bool) -> None:

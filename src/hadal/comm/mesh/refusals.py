@@ -1,7 +1,7 @@
 """Refused connections, counted by kind of listener and logged rarely, since an attacker can make
 many.
 
-Counts are summed over all listeners of a process. Its host reports them to the gateway
+Counts are summed over all listeners of a process, which reports them to the gateway
 (core/messages, Refused), which shows them to operators.
 """
 

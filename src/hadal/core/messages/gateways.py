@@ -67,7 +67,7 @@ class Delivered(Message, frozen=True):
 
 # ---- either way ----
 class Query(Message, frozen=True):
-    """Request for the other process's answer under this path, such as "/audit"."""
+    """Request for the page of the other process at `path`, such as "/audit"."""
 
     gateway: str
     reply_id: int

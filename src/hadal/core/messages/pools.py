@@ -38,7 +38,7 @@ class ReadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write own blocks to the disk cache when there is time, and answer with BlocksStored. Until
+    """Write own blocks to the disk cache in the background, and answer with BlocksStored. Until
     then their contents must not change.
     """
 

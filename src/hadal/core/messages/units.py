@@ -75,7 +75,7 @@ class PrefillDone(Message, frozen=True):
 
 
 class Cached(Message, frozen=True):
-    """Change in the blocks that a unit can reuse from its pools. A front's first one lists them all."""
+    """Change in the blocks that a unit can reuse from its pools. The first to a front lists them all."""
 
     unit: str
     epoch: str
@@ -119,7 +119,7 @@ class Pulled(Message, frozen=True):
 class Filled(Message, frozen=True):
     """Full blocks in a decode unit's pool, made by a generation's tokens. Sent to the front when
     the attempt ends, and from there to a prefill unit that has the text before them. That unit
-    copies them, so that the next turn finds them. It is a hint without an answer.
+    copies them, so that the next turn finds them. It is only a hint, and is not answered.
     """
 
     unit: str
@@ -238,7 +238,7 @@ class Refused(Message, frozen=True):
 
     process: str
     kind_to_num: dict[str, int]
-    """Kind of connection (kv, experts or mesh) -> refused connections; 0 if it listens for the kind."""
+    """Kind of connection (kv, experts or mesh) -> refused ones; 0 if none was."""
 
 
 # ---- supervisor / units -> front ----
@@ -300,7 +300,7 @@ class Sighting(Message, frozen=True):
 
     process: str
     waited_s: float
-    """Seconds since its start in which threads were ready to run without a processor, summed."""
+    """Seconds since its start in which its threads were runnable without a processor, summed."""
     is_stopped: bool
 
 

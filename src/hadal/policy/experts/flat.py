@@ -21,7 +21,7 @@ def place_flat(loads_LE: Floats, capacity_R: Ints, ceiling_L: Floats, *, num_rou
     """Return the expert in every expert slot [L, R, S]; `num_rounds` 0: the plain greedy's, as good
     as EPLB's.
 
-    A layer is improved until its heaviest rank's load is at most its ceiling. The
+    Exchanges in a layer end when its heaviest rank is at or below its ceiling. The
     result is never worse than the greedy's. Raises ValueError if there are fewer slots than experts.
     """
     num_experts = loads_LE.shape[1]

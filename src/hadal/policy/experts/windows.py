@@ -38,7 +38,7 @@ def mean_of_maxima(tables_LRS: Ints, window_TLE: Floats) -> Floats:
 
 
 def judged_by(path: Path, window_TLE: Floats, num_expert_slots: int) -> Path:
-    """Return the path with the window's mean of maxima in place of the maximum of the sums."""
+    """Return the path with `tops_NL` from the window: the mean of its steps' maxima."""
     num_tables, num_layers, _ = path.tables_NLQ.shape
     tables = path.tables_NLQ.astype(np.int64).reshape(num_tables * num_layers, -1, num_expert_slots)
     tops = mean_of_maxima(tables, np.tile(window_TLE, (1, num_tables, 1)))
