@@ -53,7 +53,7 @@ class InstalledPlacement:
     """Replicas of every MoE layer, and counts per expert slot of the rank."""
 
     def __init__(self, placement: Placement, members: Iterable[int], device: str) -> None:
-        """Install `placement`. Raises ValueError unless members have replicas of all experts, and others none."""
+        """Install `placement`. Raises ValueError unless all experts have replicas, all on members."""
         self._members = frozenset(members)
         self._device = device
         self._check(placement)

@@ -30,7 +30,7 @@ MODES = ("normal", "low_latency")
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Message sizes for a dispatch format and hidden size. Raises ValueError for an unknown format."""
+    """Message sizes by dispatch format and hidden size. Raises ValueError for an unknown format."""
 
     dispatch_format: str
     hidden_size: int
@@ -99,8 +99,8 @@ def mean_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
 
 
 def most_pairs(max_tokens: int, top_k: int, num_held: int) -> int:
-    """Return the most pairs that a rank may send to a rank with `num_held` experts: a token uses one
-    replica of an expert.
+    """Return the most pairs that a rank may send to a rank with `num_held` experts: a token uses
+    one replica of an expert.
     """
     return max_tokens * min(top_k, num_held)
 
@@ -126,7 +126,7 @@ class LowLatencyBuffers:
 def low_latency_buffers(
     layout: MessageLayout, max_tokens: int, top_k: int, num_ranks: int, num_held: int
 ) -> LowLatencyBuffers:
-    """Return the buffer sizes if each of `num_ranks` ranks has at most `num_held` experts of a layer."""
+    """Return the buffer sizes if each of `num_ranks` ranks has up to `num_held` experts per layer."""
     from_peer = most_pairs(max_tokens, top_k, num_held)
     peers = num_ranks - 1
     received = peers * from_peer + max_tokens * min(top_k, num_held)

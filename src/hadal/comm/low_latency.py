@@ -1,10 +1,10 @@
 """Low-latency mode: one message per (token, expert) pair into fixed buffers. Counts are not
 exchanged first, and a step allocates nothing.
 
-Defines how messages are filled and read (layout: comm/layout), not how they are sent. Made for decode,
-with few tokens, where latency matters. Two sets of buffers serve the two live micro-batches; a set
-is free again when its handle is finished. Shapes: T tokens, D hidden, P pairs of a message, I int32
-of a message.
+Defines how messages are filled and read (layout: comm/layout), not how they are sent. Made for
+decode, with few tokens, where latency matters. Two sets of buffers serve the two live
+micro-batches; a set is free again when its handle is finished. Shapes: T tokens, D hidden, P pairs
+of a message, I int32 of a message.
 """
 
 from __future__ import annotations

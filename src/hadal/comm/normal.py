@@ -2,7 +2,8 @@
 peers.
 
 Defines how messages are filled and read (layout: comm/layout), not how they are sent. Made for
-prefill, with many tokens, where bandwidth matters. Shapes: T tokens, D hidden, P pairs of a message.
+prefill, with many tokens, where bandwidth matters. Shapes: T tokens, D hidden, P pairs of a
+message.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Units = Annotated[int, Meta(ge=0, le=1 << 12)]
 Ranks = Annotated[int, Meta(ge=1, le=1 << 11)]
 Seconds = Annotated[float, Meta(gt=0, le=_MOST_S)]
 PartOfADay = Annotated[float, Meta(gt=0, le=_DAY_S)]
-"""Seconds, at most a day: the fleet looks no further ahead, because demand is taken to repeat daily."""
+"""Seconds, at most a day: demand is assumed to repeat daily, so the fleet looks no further ahead."""
 Share = Annotated[float, Meta(gt=0, le=1)]
 Rate = Annotated[float, Meta(ge=0, lt=1e15)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -128,9 +128,9 @@ class UnitsConfig(ConfigTable, frozen=True):
     model without the module. Drafts never change the output.
     """
     tenant_promise: Annotated[float, Meta(ge=1, le=1000)] = TENANT_PROMISE
-    """Decode: largest slowdown of steps for the tenant with the fewest requests, compared with serving
-    it alone. To stay within it, requests of other tenants take turns; each tenant still gets an
-    equal share (policy/rows). 1000: requests never take turns.
+    """Decode: largest slowdown of steps for the tenant with the fewest requests, compared with
+    serving it alone. To stay within it, requests of other tenants take turns; each tenant still
+    gets an equal share (policy/rows). 1000: requests never take turns.
     """
     threads: Units = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
@@ -232,7 +232,7 @@ class BatchesConfig(ConfigTable, frozen=True):
 
 
 class FleetConfig(ConfigTable, frozen=True):
-    """Units that start and stop with the demand (policy/scaling). `units` of each role is the minimum."""
+    """Units that start and stop with demand (policy/scaling). `units` of each role is the minimum."""
 
     mode: Switch = OFF
     """"off": the number of units stays at `units`; "auto": units are started and drained during service."""
@@ -321,8 +321,8 @@ class LimitsConfig(ConfigTable, frozen=True):
     default_output_tokens: Count = 0
     """Limit on output for a request that sets none. 0: the rest of the context."""
     likely_output_tokens: Positive = 2048
-    """Output tokens reserved from the tenant's budget for a request without a limit. Only the tokens
-    that it made are charged.
+    """Output tokens reserved from the tenant's budget for a request without a limit. Only the
+    tokens that it made are charged.
     """
     max_n: Annotated[int, Meta(ge=1, le=1 << 10)] = 8
     max_running: Positive = 256
@@ -338,8 +338,8 @@ class LimitsConfig(ConfigTable, frozen=True):
     max_retries: Count = 8
     """Maximum number of retries of one request after its units failed. Preemptions do not count."""
     request_timeout_s: Seconds = 3600.0
-    """Longest wait of a request in the queue, for its first token, and for each later token. It does
-    not limit a request that keeps making tokens.
+    """Longest wait of a request in the queue, for its first token, and for each later token. It
+    does not limit a request that keeps making tokens.
     """
 
 
@@ -423,8 +423,8 @@ class Deployment(ConfigTable, frozen=True):
     from its unit and restarted.
     """
     slow_host_rest_s: Annotated[float, Meta(ge=0, le=600)] = 30.0
-    """Seconds for which a unit first continues without a host that slows all others (the host rests).
-    0: hosts never rest (policy/slow_hosts).
+    """Seconds for which a unit first continues without a host that slows all others (the host
+    rests). 0: hosts never rest (policy/slow_hosts).
     """
     collective_timeout_s: Seconds = 10.0
     """Deadline of one exchange between ranks."""
@@ -505,7 +505,7 @@ def units_of(deployment: Deployment, role: str) -> UnitsConfig:
 
 
 def num_drafts_max(deployment: Deployment, config: ModelConfig) -> int:
-    """Return the most drafts (speculative tokens) per request and step; 0 if there is no MTP module."""
+    """Return the most drafts (speculative tokens) per request and step; 0 without an MTP module."""
     if config.num_nextn_predict_layers == 0:
         return 0
     drafts = deployment.decode.drafts
@@ -519,7 +519,8 @@ def num_cache_layers(deployment: Deployment, config: ModelConfig) -> int:
 
 def read_deployment(path: Path, **overrides: Any) -> Deployment:
     """Read a TOML deployment; `overrides` replace top-level fields, and None is ignored. Raises
-    ConfigError. A relative `model` in the file is resolved against the file's folder, then the working folder.
+    ConfigError. A relative `model` in the file is resolved against the file's folder, then the
+    working folder.
     """
     fields = read_toml(path, "deployment")
     model = fields.get("model")

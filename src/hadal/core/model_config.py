@@ -152,8 +152,8 @@ def read_model_config(folder: Path, accepted: Collection[str] = ()) -> ModelConf
 
 
 def unknown_keys(folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the top-level keys of config.json and generation_config.json that Hadal does not know and
-    therefore ignores. Raises CheckpointError as `read_model_config` does.
+    """Return the top-level keys of config.json and generation_config.json that Hadal does not know
+    and therefore ignores. Raises CheckpointError as `read_model_config` does.
     """
     fields = as_v32(_read_fields(folder))
     member_of(fields, str(folder / _CONFIG))

@@ -135,8 +135,8 @@ class Placement:
         return [everyone - set(np.unique(layer).tolist()) for layer in self.slot_to_expert_LRS]
 
     def check(self) -> list[str]:
-        """Return problems; empty if in every layer each expert has a replica that takes tokens, and no
-        rank holds an expert twice.
+        """Return problems; empty if in every layer each expert has a replica that takes tokens, and
+        no rank holds an expert twice.
         """
         problems = []
         for layer, experts in enumerate(self.missing()):

@@ -59,7 +59,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     repetition_penalty: float = 1.0
     seed: int = 0
     num_logprobs: int = -1
-    """Log-probabilities to return. -1: none; 0: the chosen token's; n: also the n likeliest tokens'."""
+    """Log-probabilities to return. -1: none; 0: the drawn token's; n: also the n likeliest's."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
     """Constraint on the tokens drawn; log-probabilities are computed without it."""
@@ -89,8 +89,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Index in the output of the token drawn after the last chunk (0 unless it is a retry)."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
-    """Output so far. `prompt` and `output` are set on the last chunk only, if penalties or the grammar
-    need them.
+    """Output so far. `prompt` and `output` are set on the last chunk only, if penalties or the
+    grammar need them.
     """
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -110,7 +110,7 @@ class LayerFlip(msgspec.Struct, frozen=True, array_like=True):
     layer: int
     """Index among the MoE layers."""
     stage_id: int
-    """Id of the StagePlan that loaded the weights. A rank with unchanged experts gets no StagePlan."""
+    """Id of the StagePlan that loaded the weights; a rank with unchanged experts gets none."""
     slot_to_expert: bytes
     """int16 [R, S]"""
     weights: bytes = b""
@@ -163,8 +163,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     """Attempt id that identifies the request's KV to a later leader of the unit."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
-    """Output so far, with `last_token`. `prompt` and `output` are set only if penalties or the grammar
-    need them.
+    """Output so far, with `last_token`. `prompt` and `output` are set only if penalties or the
+    grammar need them.
     """
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -377,8 +377,8 @@ NO_TOKEN = "no token"
 constraints leave no token to draw.
 """
 NOT_FINITE = "not finite"
-"""Failure of a row, with details after a colon: the model computed values that are not finite. Every
-attempt would fail alike, because the weights are damaged or overflow.
+"""Failure of a row, with details after a colon: the model computed values that are not finite.
+Every attempt would fail alike, because the weights are damaged or overflow.
 """
 ByNode = tuple[int, int]
 """(bytes sent within a node, bytes sent between nodes)."""
@@ -452,7 +452,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     does not pass them on to the leader that plans steps.
     """
     scores: dict[int, tuple[Score, ...]] = {}
-    """Index of a chunk with `num_scores` >= 0 -> score of the prompt token after each of its tokens."""
+    """Index of a chunk with `num_scores` >= 0 -> score of the prompt token after each chunk token."""
     link_bytes: LinkBytes = NO_LINK_BYTES
     """Bytes exchanged with peers for the rank's own tokens, both ways, since the last step that
     succeeded (of several ranks together: the sum).

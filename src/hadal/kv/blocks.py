@@ -122,8 +122,8 @@ class BlockAllocator:
         return len(self._name_to_block)
 
     def allocate(self, count: int, owner: Hashable) -> tuple[int, ...] | None:
-        """Return `count` blocks, now owned by `owner`; None if fewer are free. The next `take_changes`
-        reports the cached blocks that were evicted for them.
+        """Return `count` blocks, now owned by `owner`; None if fewer are free. The next
+        `take_changes` reports the cached blocks that were evicted for them.
         """
         if count < 0 or owner is None:
             raise ValueError(f"cannot allocate {count} blocks for {owner!r}.")
@@ -151,12 +151,13 @@ class BlockAllocator:
         owner_to_blocks: Mapping[Hashable, Sequence[int]],
         block_to_name: Mapping[int, tuple[bytes, bytes]] = {},
     ) -> tuple[int, ...]:
-        """Continue from an earlier ledger of this pool. `num_freed`: how often each block was freed.
-        `block_to_name`: named blocks without an owner -> (name, name of the block before or b"").
+        """Continue from an earlier ledger of this pool. `num_freed`: how often each block was
+        freed. `block_to_name`: named blocks without an owner -> (name, name of the block before or
+        b"").
 
         All other blocks become free and get a new version, so that a read under a lease of the
-        earlier ledger is found void. Returns the free blocks. Raises InvariantError if two owners have one
-        block, or if this ledger is in use.
+        earlier ledger is found void. Returns the free blocks. Raises InvariantError if two owners
+        have one block, or if this ledger is in use.
         """
         if self._num_owned or self._block_to_name:
             raise InvariantError("a ledger that is in use cannot take another one over.")
@@ -286,8 +287,8 @@ class BlockAllocator:
     def name(self, blocks: Sequence[int], chain: bytes, first: int) -> None:
         """Name complete blocks: they hold the blocks of `chain` from index `first` on.
 
-        A name that another block has already stays with that block. Raises InvariantError if a block has no
-        owner or another name, ValueError if the chain is too short.
+        A name that another block has already stays with that block. Raises InvariantError if a
+        block has no owner or another name, ValueError if the chain is too short.
         """
         if first < 0 or first + len(blocks) > num_names(chain):
             raise ValueError(
@@ -315,7 +316,7 @@ class BlockAllocator:
             before = name
 
     def named_as(self, names: Iterable[bytes]) -> dict[int, tuple[bytes, bytes]]:
-        """Return block -> (its name, name of the block before it or b"") for these names in the pool."""
+        """Return block -> (name, name of the block before or b"") for the names found in the pool."""
         blocks = (self._name_to_block.get(name) for name in names)
         return {block: self._block_to_name[block] for block in blocks if block is not None}
 

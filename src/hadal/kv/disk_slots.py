@@ -5,8 +5,8 @@
       ^                   |                       |
       +-------------------+-------- drop ---------+
 
-Blocks that are written together get adjacent disk slots if there are any. Other processes count uses and
-are polled, so uses arrive late. Does not depend on files or on other writers' blocks.
+Blocks that are written together get adjacent disk slots if there are any. Other processes count
+uses and are polled, so uses arrive late. Does not depend on files or on other writers' blocks.
 Unlike kv/blocks, it has no record of the block that follows another, so among blocks used together
 it evicts the deepest first.
 """

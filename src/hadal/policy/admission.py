@@ -145,8 +145,8 @@ def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
     """Return True if one more request may start its prefill. `num_blocks_needed`: blocks that it
     will hold in decode.
 
-    A request that `has_place` need not wait for a slot: once its prompt is prefilled, a request of a
-    tenant above its share is preempted for it (policy/fairness).
+    A request that `has_place` need not wait for a slot: once its prompt is prefilled, a request of
+    a tenant above its share is preempted for it (policy/fairness).
     """
     num_most = num_placed_max(view.num_slots) + view.num_slots * view.has_place
     if view.num_requests >= num_most or (is_jammed(view) and not view.has_place):

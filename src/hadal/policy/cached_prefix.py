@@ -1,10 +1,10 @@
 """Choose the cached prefix of a prompt: the blocks in the rank's pool, then the disk's blocks if
 reading them is cheaper than computing them.
 
-Blocks in the pool cost nothing. A read costs a fixed time, and a time per block. The time to compute
-blocks grows faster, since each attends to all before it, so either all of the disk's blocks are
-read or none. Reads queued earlier add their time. While nothing was measured, reading is assumed
-cheaper, so that it gets measured.
+Blocks in the pool cost nothing. A read costs a fixed time, and a time per block. The time to
+compute blocks grows faster, since each attends to all before it, so either all of the disk's blocks
+are read or none. Reads queued earlier add their time. While nothing was measured, reading is
+assumed cheaper, so that it gets measured.
 
 The last position of a prompt is always computed, because the next token is drawn from it.
 Independent of block names and places.

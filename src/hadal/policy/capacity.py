@@ -86,7 +86,8 @@ def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: fl
 
 
 def units_needed(tokens_per_s: float, unit_tokens_per_s: float, use: float) -> float:
-    """Return how many units, a fraction, do `tokens_per_s` if each uses the share `use` of its throughput.
+    """Return how many units, a fraction, do `tokens_per_s` if each uses the share `use` of its
+    throughput.
 
     Raises ValueError for a throughput or share that is not positive.
     """

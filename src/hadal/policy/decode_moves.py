@@ -55,7 +55,7 @@ class MoveTerms:
     stall_steps: float = 3.0
     """Steps that a moved request stands still, at most (roles/decode/slots)."""
     gain_steps: float = 50.0
-    """Steps until the unit is about as uneven again; until then a moved request is not moved again."""
+    """Steps until the unit is about as uneven again. A moved request does not move again before."""
     num_tokens_left_min: int = 8
     """Minimum number of tokens that a request may still generate, at its longest, to be moved."""
 
@@ -70,9 +70,9 @@ class Move:
 
 
 def terms_of(kv_s: float, request_s: float, step_s: float, known: MoveTerms) -> MoveTerms:
-    """Return `known` with measured shares: `kv_s` and `request_s`, seconds that a mean rank's KV and
-    requests take in a step of `step_s`. If KV took no measurable time, as in a small model, return
-    `known` itself: equal KV also saves memory.
+    """Return `known` with measured shares: `kv_s` and `request_s`, seconds that a mean rank's KV
+    and requests take in a step of `step_s`. If KV took no measurable time, as in a small model,
+    return `known` itself: equal KV also saves memory.
     """
     step_s = max(step_s, kv_s + request_s)
     if step_s <= 0.0 or kv_s <= 0.0:

@@ -1,4 +1,5 @@
-"""Choose the number of speculative tokens (drafts) per request, step by step, for the highest throughput.
+"""Choose the number of speculative tokens (drafts) per request, step by step, for the highest
+throughput.
 
     tokens of a request in a step = 1 + a1 + a1 a2 + ...     aj: acceptance rate of draft j after the others
     chosen                        = the k with the most tokens per second; steps with k drafts are timed for each k
@@ -146,7 +147,7 @@ class DraftChooser:
         """Tried and right drafts of this trial."""
 
     def choose(self, num_requests: int) -> int:
-        """Return the number of drafts of the next plan; `num_requests`: requests of the fullest rank."""
+        """Return the drafts per request of the next plan. `num_requests`: of the fullest rank."""
         if self._is_fixed or self.num_max == 0:
             return self.num_max
         self._num_steps += 1

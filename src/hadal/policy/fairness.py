@@ -18,8 +18,8 @@ Priority above 0 makes a request's own work cheaper, so its tenant gets proporti
 Turns alone would make a tenant that arrives at a full fleet wait until requests end. So a turn may
 preempt requests (`tenant_to_requeue`).
 
-Batch requests, for which no user waits, belong to a tenant of their own, separate from their owner. These
-tenants come after all others, and take turns among themselves.
+Batch requests, for which no user waits, belong to a tenant of their own, separate from their owner.
+These tenants come after all others, and take turns among themselves.
 
 Within a tenant the order is that of policy/batching.turn_s. Independent of requests and time.
 """
@@ -37,7 +37,7 @@ INPUT_COST = 1.0
 OUTPUT_COST = 2.0
 """Costs as in the paper: an output token costs twice an input token (section 5.1, after OpenAI's prices)."""
 MAX_COUNTERS = 4096
-"""Above this many counters, those of tenants that are not queued are dropped if a return lifts them anyway."""
+"""Above this number, counters are dropped that a return would lift: of tenants not queued."""
 
 _BATCH = "/batch"
 """Suffix of a batch tenant's name; no other name has a slash."""
@@ -84,7 +84,7 @@ class ServiceCounters:
         return self._tenant_to_service.get(tenant, 0.0)
 
     def join(self, tenant: str, waiting: Collection[str]) -> None:
-        """Lift the counter of a tenant that begins to queue; `waiting`: tenants that are queued already."""
+        """Lift the counter of a tenant that begins to queue. `waiting`: tenants queued already."""
         services, kind = self._tenant_to_service, is_batch(tenant)
         of_kind = [other for other in waiting if is_batch(other) is kind]
         least = min((self[other] for other in of_kind), default=self[self._last[kind]])
@@ -169,12 +169,13 @@ def tenant_to_requeue(
     `cost`: of serving one request of `asking`, prompt and output, over its weight. `ends_per_step`:
     requests that end per decode step; from 1 on, capacity is free about as soon without preemption.
 
-    The result is the tenant with most service among those with several placed requests that keep more
-    service than `asking` after this turn, and for which one of two holds. Either it has requests queued
-    and keeps more service even once all placed requests of `asking` are served; or, after giving up
-    one, it still has more requests over its weight than `asking` then has. So the next turn does not
-    reverse the preemption, and a tenant below its share loses nothing to one above. The tenant gives up
-    the last of its requests in its own order and keeps the first, which therefore finishes.
+    The result is the tenant with most service among those with several placed requests that keep
+    more service than `asking` after this turn, and for which one of two holds. Either it has
+    requests queued and keeps more service even once all placed requests of `asking` are served; or,
+    after giving up one, it still has more requests over its weight than `asking` then has. So the
+    next turn does not reverse the preemption, and a tenant below its share loses nothing to one
+    above. The tenant gives up the last of its requests in its own order and keeps the first, which
+    therefore finishes.
     """
     if ends_per_step >= 1.0:
         return None

@@ -7,9 +7,9 @@ Tokens matter as well, because in dispatch the rank with most tokens holds up th
 with a dense oldest prompt (long context) computes lighter prompts alongside, and no rank takes more
 than the step's cap.
 
-No prompt starves: prompts start in their order, a started one keeps its rank, and the oldest of a rank
-has at least `HEAD_SHARE` of the rank's budget (at least one token) in every step. Independent of the
-identity of blocks, of clocks, and of the origin of its rates (perf/costs.StepCosts.rates).
+No prompt starves: prompts start in their order, a started one keeps its rank, and the oldest of a
+rank has at least `HEAD_SHARE` of the rank's budget (at least one token) in every step. Independent
+of the identity of blocks, of clocks, and of the origin of its rates (perf/costs.StepCosts.rates).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hadal.policy.views import PromptView
 
 T = TypeVar("T")
 Cached = Mapping[int, PromptView]
-"""Rank -> view of a waiting prompt, less the part that the rank has cached. Ranks without any are absent."""
+"""Rank -> view of a waiting prompt less the part cached there; no entry if nothing is cached."""
 
 HEAD_SHARE = 0.1
 """Share of a rank's budget that its oldest prompt gets before lighter ones may run beside it."""
 ROOM = 1.25
 """Prompts start on a rank until its prompts take ROOM times the mean number of tokens."""
 GAIN = 0.25
-"""Fraction of the densest prompt's time per token that a lighter one must save to overtake others."""
+"""Fraction of the densest prompt's time per token that a lighter prompt must save to overtake."""
 LOOK_AHEAD = 4
 """Queued tokens that a plan looks at, in mean steps: `DRAIN` of them is a whole step."""
 
@@ -94,10 +94,10 @@ def cut_rank(
     """Return the tokens of each of a rank's prompts (oldest first) for a step of `budget_s`, and
     their seconds.
 
-    Time goes to the oldest first. If it is used up with fewer than `num_tokens_mean` tokens, lighter prompts
-    take time from the densest until there are that many. The time left is too short for another
-    token, unless `num_tokens_max` or the end of the prompts was reached. Only a single token that
-    takes longer than the budget may exceed it.
+    Time goes to the oldest first. If it is used up with fewer than `num_tokens_mean` tokens,
+    lighter prompts take time from the densest until there are that many. The time left is too short
+    for another token, unless `num_tokens_max` or the end of the prompts was reached. Only a single
+    token that takes longer than the budget may exceed it.
     """
     sizes = [0] * len(prompts)
     left_s, num_left = budget_s, num_tokens_max
@@ -225,10 +225,10 @@ def bind(
 ) -> list[list[int]]:
     """Return, by position in `ranks`, the indices in `waiting` of the prompts that start there in this step.
 
-    In the order of arrival, each prompt starts on the rank with the least predicted cost of all its prompts,
-    among ranks with time and tokens left in this step. A rank in `cached` counts only the uncached rest of
-    the prompt. A rank's oldest prompt reserves only HEAD_SHARE of the time. A prompt that fits nowhere, for
-    lack of blocks or starts, stops those behind it.
+    In the order of arrival, each prompt starts on the rank with the least predicted cost of all its
+    prompts, among ranks with time and tokens left in this step. A rank in `cached` counts only the
+    uncached rest of the prompt. A rank's oldest prompt reserves only HEAD_SHARE of the time. A
+    prompt that fits nowhere, for lack of blocks or starts, stops those behind it.
     """
     heap: list[tuple[float, int]] = []
     queues = [_queue(view, rates, budget_s, limits) for view in ranks]

@@ -20,7 +20,7 @@ from hadal.core.rates import StepRates
 from hadal.policy.views import PromptView
 
 CAPS = (1.0, 1.25, 1.5, 2.0)
-"""Candidates for the maximum tokens of a rank, over the mean; at most `StepLimits.num_tokens_max`."""
+"""Candidates for the most tokens of a rank, over the mean; bounded by `StepLimits`."""
 DRAIN = 0.25
 """Largest share of the queued work in one step, so that the last dense prompts do not delay new
 arrivals for long.
@@ -48,7 +48,8 @@ class StepLimits:
 def step_budget_s(
     prompts: Iterable[PromptView], num_ranks: int, rates: StepRates, num_tokens_mean: int
 ) -> float:
-    """Return the nominal seconds per rank: `num_tokens_mean` tokens at the mean cost of queued ones.
+    """Return the nominal seconds per rank: `num_tokens_mean` tokens at the mean cost of queued
+    ones.
 
     The result is at most `DRAIN` of all queued work, so that a few dense prompts do not delay short
     ones that arrive meanwhile. It is at least half of the time of a fresh prompt of that many

@@ -1,7 +1,7 @@
 """Check a tenant's own limits: tokens per minute, simultaneous generations, dollars per day.
 
-The limit on tokens is a bucket that holds one minute's worth and fills evenly. A prompt is admitted if
-the bucket covers it. Output tokens are subtracted as they are drawn, even below 0, so that the
+The limit on tokens is a bucket that holds one minute's worth and fills evenly. A prompt is admitted
+if the bucket covers it. Output tokens are subtracted as they are drawn, even below 0, so that the
 long-term rate holds. The dollar limit is strict: a request is admitted only if the day's budget
 covers its maximum cost on top of all charges so far and the maximum costs of running requests.
 

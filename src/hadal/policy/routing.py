@@ -69,8 +69,8 @@ def _done_s(unit: PrefillUnitView, num_tokens: int, unknown: tuple[float, float]
 def choose_decode_unit(
     units: Sequence[DecodeUnitView], num_blocks_needed: int, num_blocks_needed_max: int
 ) -> str | None:
-    """Return the unit with the smallest used share of KV or slots, whichever is larger there, once it
-    has the request; None if it fits nowhere.
+    """Return the unit with the smallest used share of KV or slots, whichever is larger there, once
+    it has the request; None if it fits nowhere.
 
     `num_blocks_needed_max`: blocks of the request at its longest. A full unit may be chosen: its
     leader queues.

@@ -17,7 +17,7 @@ STEP_S = 0.05
 SHARE = 1 / 3
 """Minimum share of the unit's time spent waiting for the host: steps without it take two thirds."""
 WORTH = 1.5
-"""The share must also reach WORTH / number of hosts, as a rest costs one host: 0.75 with two hosts."""
+"""The share must also reach WORTH / number of hosts (0.75 of two): a rest costs one host."""
 CLEAR = 2.0
 """Minimum ratio of the wait for the slowest host to the wait for the next slowest."""
 AGREE = 3

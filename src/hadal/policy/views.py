@@ -80,7 +80,7 @@ class PrefillRankView:
 
     rank: int
     work: float
-    """Cost of the prompts that started on the rank, at unmeasured rates (policy/prefill_rates.cost_s)."""
+    """Cost of prompts that started on the rank, at unmeasured rates (policy/prefill_rates.cost_s)."""
     num_tokens_free: int
     """Tokens that the step can still take on this rank."""
     num_blocks_free: int

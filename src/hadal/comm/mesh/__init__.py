@@ -1,1 +1,1 @@
-"""Mesh of ranks over TCP, our own implementation: frames, a connection per pair, and the whole mesh."""
+"""Own implementation of a mesh of ranks over TCP: frames, connections per pair, the mesh."""

@@ -145,8 +145,8 @@ class Link:
             self._owner.broken(self, reason)
 
     def retire(self) -> None:
-        """Stop using the owner's memory: payloads in progress are not written to their destination, the
-        rest of a started frame is sent from a copy, and data not started are dropped.
+        """Stop using the owner's memory: payloads in progress are not written to their destination,
+        the rest of a started frame is sent from a copy, and data not started are dropped.
         """
         self._reader.retire()
         self._writer.retire()

@@ -341,7 +341,7 @@ class MeshGroup:
         self._poller.reap()
 
     def _greet(self, rank: int, member: Member) -> None:
-        """Send HELLO on an existing connection, or open one to a higher rank; lower ranks open theirs."""
+        """Send HELLO on a connection; open one to a higher rank if there is none."""
         with self._lock:
             waiting = [
                 link for link in self._pending if (link.rank, link.epoch) == (rank, member.epoch)

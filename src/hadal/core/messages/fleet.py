@@ -22,8 +22,8 @@ class DrainUnit(Message, frozen=True):
     unit: str
     timeout_s: float
     number: int
-    """Number of the drain, never 0 and never reused. UnitFacts repeat it, so that the fleet can tell
-    them from facts of earlier drains.
+    """Number of the drain, never 0 and never reused. UnitFacts repeat it, so that the fleet can
+    tell them from facts of earlier drains.
     """
 
 

@@ -27,13 +27,13 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     """Number of the attempt, raised by each retry. A reply about an older attempt is stale and is dropped."""
     priority: int = 0
-    """Larger numbers run sooner, but only as if they had arrived some seconds earlier: none starves."""
+    """Larger numbers run sooner, as if they had arrived some seconds earlier; so none starves."""
     arrived_s: float = 0.0
     """Arrival time on the front's clock, which orders the queue."""
     salt: bytes = b""
     """Salt of the tenant: KV is shared only under the same salt."""
     num_public: int = 0
-    """Tokens at the beginning with KV shared under kv/names.PUBLIC instead of `salt`, in whole blocks."""
+    """First tokens with KV shared under kv/names.PUBLIC instead of `salt`, in whole blocks."""
     chain: bytes = b""
     """Names of the full blocks of prompt + output, set by the front; empty: cache nothing."""
     attempt_id: int = 0
@@ -84,8 +84,9 @@ class RateLimits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Effect of the front (core/seams): new tokens for the stream of one request, or its end. Exactly
-    one delivery of a request is `final`. Forwarded if the stream is in another process (Delivered).
+    """Effect of the front (core/seams): new tokens for the stream of one request, or its end.
+    Exactly one delivery of a request is `final`. Forwarded if the stream is in another process
+    (Delivered).
     """
 
     request_id: str
@@ -101,7 +102,7 @@ class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     closing: Closing | None = None
     """Units that worked on the request; sent with the final delivery of an admitted one."""
     limits: RateLimits | None = None
-    """Limits of a tenant with a quota. Sent once: on admission, without tokens, or with the refusal."""
+    """Limits of a tenant with a quota; sent once, on admission (without tokens) or with a refusal."""
     error_code: str = ""
     """Error code for programs; empty: the status suffices."""
     scores: tuple[Score, ...] = ()

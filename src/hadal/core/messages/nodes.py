@@ -57,8 +57,8 @@ class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
 
 class NodeOrders(Message, frozen=True):
     """Complete list of a node's processes, sent at every change and heartbeat. A running process
-    that is not listed is killed. So a node that returns after it was declared lost kills the processes
-    that were replaced on other nodes.
+    that is not listed is killed. So a node that returns after it was declared lost kills the
+    processes that were replaced on other nodes.
     """
 
     processes: tuple[ProcessOrder, ...]

@@ -83,8 +83,8 @@ class RankHeartbeat(Message, frozen=True):
 
 
 class RankHeld(Message, frozen=True):
-    """Answer to RankWho of a rank that had an earlier leader. Only a running step of that leader may
-    still write into the rank's pool, until the next RankForm aborts it.
+    """Answer to RankWho of a rank that had an earlier leader. Only a running step of that leader
+    may still write into the rank's pool, until the next RankForm aborts it.
     """
 
     up: RankUp

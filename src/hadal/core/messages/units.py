@@ -75,7 +75,7 @@ class PrefillDone(Message, frozen=True):
 
 
 class Cached(Message, frozen=True):
-    """Change in the blocks that a unit can reuse from its pools. The first to a front lists them all."""
+    """Change in the blocks that a unit can reuse from its pools. A front first gets a complete list."""
 
     unit: str
     epoch: str
@@ -128,7 +128,7 @@ class Filled(Message, frozen=True):
     chain: bytes
     """Names of all full blocks of the generation's text."""
     lease: KvLease
-    """Blocks at the end of `chain` that decode filled. They are not pinned: a copy of evicted blocks is void."""
+    """Last blocks of `chain`, filled by decode. Not pinned: a copy is void if they are evicted."""
 
 
 class Tokens(Message, frozen=True):
@@ -255,8 +255,8 @@ class UnitUp(Message, frozen=True):
     num_blocks_request: int = 0
     """Usable blocks of the largest rank: the most that one request can hold. 0: `num_blocks`."""
     held: tuple[int, ...] = ()
-    """Decode, from a leader that took over running ranks: ids of attempts with KV on those ranks. The
-    leader waits for Resume.
+    """Decode, from a leader that took over running ranks: ids of attempts with KV on those ranks.
+    The leader waits for Resume.
     """
     fingerprint: str = ""
     """Digest of everything that its KV depends on besides the text (kv/names): units with equal

@@ -93,8 +93,8 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
 
 
 def fold(experts_LP: Ints) -> Ints:
-    """Return the experts of ranks with two expert slots [L, R, 2]: the k-th heaviest replica with the
-    k-th lightest, which is optimal for given replicas.
+    """Return the experts of ranks with two expert slots [L, R, 2]: the k-th heaviest replica with
+    the k-th lightest, which is optimal for given replicas.
     """
     num_ranks = experts_LP.shape[1] // 2
     return np.stack((experts_LP[:, :num_ranks], experts_LP[:, : num_ranks - 1 : -1]), axis=2)

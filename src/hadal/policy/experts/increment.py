@@ -4,10 +4,11 @@ weights over a network.
 Two kinds of move relieve the heaviest rank of a layer. It trades a replica with another rank; or a
 new replica takes an empty slot, or the slot of a spare replica (one of several of its expert). On
 another rank, the new replica is of an expert of the heaviest rank, and shares its load; on the
-heaviest rank, it is of a light expert. A move costs the replicas that it adds on ranks that are not their homes: an
-expert that returns home costs nothing, nor does a slot that was rewritten before. Each round makes, in every
-layer that is not good enough, the move with the most relief per replica; the tables after each
-round form the layer's path. Independent of nodes and time. All layers are planned at once.
+heaviest rank, it is of a light expert. A move costs the replicas that it adds on ranks that are not
+their homes: an expert that returns home costs nothing, nor does a slot that was rewritten before.
+Each round makes, in every layer that is not good enough, the move with the most relief per replica;
+the tables after each round form the layer's path. Independent of nodes and time. All layers are
+planned at once.
 
 Shapes: L layers, E logical experts, R living ranks, S maximum expert slots of a rank, Q = R * S
 slots, Z maximum spare expert slots of a layer, N rounds.

@@ -1,4 +1,5 @@
-"""Plan a placement near today's within a budget of moves, by the search that suits the ranks' slots.
+"""Plan a placement near today's within a budget of moves, by the search that suits the ranks'
+slots.
 
 Independent of time. All layers at once.
 

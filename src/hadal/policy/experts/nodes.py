@@ -27,9 +27,9 @@ from hadal.policy.experts.increment import Homes, descend
 from hadal.policy.experts.tables import held_by
 
 NUM_LIGHT = 6
-"""Lightest ranks that the heaviest may trade with. More: up to 1.5 % less traffic, twice the time."""
+"""Lightest ranks that the heaviest may trade with. More: at best 1.5 % less traffic, 2x the time."""
 MAX_PARTITIONS = 3000
-"""Maximum number of ways to deal groups to nodes that are all tried (105 for 8 groups on 4 nodes)."""
+"""Most ways to deal groups to nodes that are all tried (105 for 8 groups on 4 nodes)."""
 
 
 def deal_groups(loads_LG: Floats, num_ranks_N: Ints) -> Ints:

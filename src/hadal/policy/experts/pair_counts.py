@@ -58,8 +58,9 @@ def choose_counts(loads_LE: Floats, num_replicas: int, num_ranks: int, *, num_ro
 
 
 def improve_counts(loads_LE: Singles, counts_LE: Ints, best_L: Singles, num_ranks: int) -> bool:
-    """Move one replica per layer in place, if that lightens the heaviest pair: from any split expert
-    to one of that pair or of the two lightest whole experts. Return True if any layer improved.
+    """Move one replica per layer in place, if that lightens the heaviest pair: from any split
+    expert to one of that pair or of the two lightest whole experts. Return True if any layer
+    improved.
     """
     num_layers = len(loads_LE)
     experts, shares = expand(loads_LE.astype(np.float64), counts_LE)

@@ -1,5 +1,5 @@
-"""Paths of placements, each one move from the one before, and the choice of each layer's table within
-a budget of moves.
+"""Paths of placements, each one move from the one before, and the choice of each layer's table
+within a budget of moves.
 
 Independent of nodes, of time, and of how a path was found.
 
