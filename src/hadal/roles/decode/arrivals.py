@@ -17,7 +17,7 @@ from hadal.roles.decode.slots import DecodeSlots
 from hadal.roles.decode.table import SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import OTHER_WEIGHTS, PULL_FAILED, QUEUE_FULL, TOO_LONG
-from hadal.roles.unit.tokens import given_back, has_other_weights
+from hadal.roles.unit.tokens import has_other_weights, returned
 
 
 class DecodeArrivals:
@@ -74,7 +74,7 @@ class DecodeArrivals:
         if problem is None:
             self.waiting[key] = decode
         else:
-            self._out.append(given_back(self._unit, key, problem))
+            self._out.append(returned(self._unit, key, problem))
 
     @property
     def _num_slots_left(self) -> int:
@@ -101,7 +101,7 @@ class DecodeArrivals:
     def refuse_all(self) -> None:
         """Return all queued requests, because no rank lives: another unit may have capacity."""
         for key in self.waiting:
-            self._out.append(given_back(self._unit, key, QUEUE_FULL))
+            self._out.append(returned(self._unit, key, QUEUE_FULL))
         self.waiting.clear()
 
     # ---- slots ----
@@ -146,7 +146,7 @@ class DecodeArrivals:
             table.state[slot] = SlotState.READY
             self._out.append(Send("front", Pulled(self._unit, *key)))
         else:
-            self._out.append(given_back(self._unit, key, f"{PULL_FAILED}: {pulled.error}"))
+            self._out.append(returned(self._unit, key, f"{PULL_FAILED}: {pulled.error}"))
             table.is_muted[slot] = True
             self._slots.vacate(slot)
 

@@ -56,7 +56,7 @@ from hadal.roles.unit.report import ReportBuilder, UnitIdentity
 from hadal.roles.unit.reporter import UnitReporter
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.steps import StepsInFlight
-from hadal.roles.unit.tokens import LENGTH, STOP, given_back
+from hadal.roles.unit.tokens import LENGTH, STOP, returned
 from hadal.roles.unit.tracing import Tracer
 
 _NO_SLOTS = np.zeros(0, np.int64)
@@ -239,7 +239,7 @@ class DecodeLeader:
         for generation in event.generations:
             if not self.slots.resume(generation):
                 key = (generation.request_id, generation.attempt)
-                self._out.append(given_back(self._unit, key, RANK_LOST))
+                self._out.append(returned(self._unit, key, RANK_LOST))
         if event.is_last:
             self.slots.release_held()
 
@@ -383,7 +383,7 @@ class DecodeLeader:
         """Return a computed slot's request to the front, as its token is void, and close the slot."""
         if not self.table.is_muted[slot]:
             key = self.table.occupant(slot).key
-            self._out.append(given_back(self._unit, key, void(error)))
+            self._out.append(returned(self._unit, key, void(error)))
         self.table.is_named[slot] = False  # Blocks that it filled may be void, too.
         self.slots.end(np.array([slot]))
 

@@ -32,7 +32,7 @@ from hadal.roles.decode.moving import DecodeMoving, ImbalanceLooks
 from hadal.roles.decode.table import ARRIVING, DecodeTable, SlotState
 from hadal.roles.ranks.pools import RankPools
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
-from hadal.roles.unit.tokens import given_back
+from hadal.roles.unit.tokens import returned
 
 
 class DecodeSlots:
@@ -241,7 +241,7 @@ class DecodeSlots:
         """Free a slot and its blocks; return a preempted request to the front."""
         key = self.table.occupant(slot).key
         if self.table.is_preempted[slot] and not self.table.is_muted[slot]:
-            self._out.append(given_back(self._unit, key, PREEMPTED))
+            self._out.append(returned(self._unit, key, PREEMPTED))
         self._pools.free(slot // self.per_rank, self.table.blocks_of(slot), key)
         self.table.vacate(slot)
         del self.key_to_slot[key]
@@ -255,7 +255,7 @@ class DecodeSlots:
                 continue
             key = self.table.occupant(slot).key
             if not self.table.is_muted[slot]:
-                self._out.append(given_back(self._unit, key, RANK_LOST))
+                self._out.append(returned(self._unit, key, RANK_LOST))
             self.table.is_muted[slot] = True
             self.moving.abandon(slot)
             self.vacate(slot)

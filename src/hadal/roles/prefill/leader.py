@@ -49,7 +49,7 @@ from hadal.roles.unit.report import ReportBuilder, UnitIdentity
 from hadal.roles.unit.reporter import UnitReporter
 from hadal.roles.unit.schedule import ScheduleChoice, StepScheduler
 from hadal.roles.unit.steps import StepsInFlight
-from hadal.roles.unit.tokens import finish_of, given_back, has_other_weights
+from hadal.roles.unit.tokens import finish_of, has_other_weights, returned
 from hadal.roles.unit.tracing import Tracer
 
 
@@ -435,7 +435,7 @@ class PrefillLeader:
 
     # ---- reports ----
     def _give_back(self, key: Key, reason: str) -> None:
-        self._out.append(given_back(self._identity.unit, key, reason))
+        self._out.append(returned(self._identity.unit, key, reason))
 
     @property
     def num_requests(self) -> int:

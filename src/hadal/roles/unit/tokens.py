@@ -24,7 +24,7 @@ def finish_of(generation: Generation, index: int, token: int) -> str | None:
     return LENGTH if index + 1 >= generation.max_tokens else None
 
 
-def given_back(unit: str, key: Key, reason: str) -> Send:
+def returned(unit: str, key: Key, reason: str) -> Send:
     """Return the message by which a leader returns an attempt; the front retries it elsewhere, or later."""
     return Send("front", Returned(unit, *key, reason))
 
