@@ -92,7 +92,7 @@ class Link:
         """
         self.formation = -1
         """Latest formation in a HELLO from the peer."""
-        self.said_formation = -1
+        self.hello_formation = -1
         """Latest formation in a HELLO that we sent."""
         self.aborted: tuple[int, tuple[int, ...], str] = (-1, (), "")
         """Latest ABORT from the peer: formation, lost ranks, reason."""

@@ -264,7 +264,7 @@ class MeshGroup:
                 link.challenged(bytes(payload))
                 is_hello_due, link.is_hello_due = link.is_hello_due, False
             if is_hello_due:
-                self._say_hello(link)
+                self._send_hello(link)
         elif frame.kind == HELLO:
             hello, claim, proof = unpack_hello(frame.formation, bytes(payload))
             if not link.handshake.is_proof(proof, claim):
@@ -351,7 +351,7 @@ class MeshGroup:
             self._adopt(waiting[-1])
             link = waiting[-1]
         elif link is not None:
-            self._say_hello(link)
+            self._send_hello(link)
         elif self.rank < rank:
             link, reason = self._poller.connect(member.host, member.port, rank, member.epoch)
             with self._lock:
@@ -359,7 +359,7 @@ class MeshGroup:
             if reason:
                 self.broken(link, reason)
             else:
-                self._say_hello(link)
+                self._send_hello(link)
         if link is not None:
             self._heed_abort(link)
             if link.formation > self.formation.number:
@@ -376,7 +376,7 @@ class MeshGroup:
         if oldest is not None:
             self.broken(oldest, "too many connections")
 
-    def _say_hello(self, link: Link) -> None:
+    def _send_hello(self, link: Link) -> None:
         with self._lock:
             formation = self.formation.number
             link.is_hello_due = not link.handshake.is_challenged
@@ -385,7 +385,7 @@ class MeshGroup:
         claim = hello_claim(formation, Hello(self.rank, self.epoch, link.rank, link.epoch))
         link.send(pack_hello(formation, claim, link.handshake.proof(claim)))
         with self._lock:
-            link.said_formation = max(link.said_formation, formation)
+            link.hello_formation = max(link.hello_formation, formation)
             abort = self.formation.abort if formation == self.formation.number else b""
         if abort:
             link.send(abort)
@@ -432,7 +432,7 @@ class MeshGroup:
             self._links[link.rank] = link
             if old is not None and not old.is_broken:
                 self._poller.doom(old)
-        self._say_hello(link)
+        self._send_hello(link)
 
     def _is_ready(self, rank: int) -> bool:
         link = self._links.get(rank)
@@ -467,7 +467,7 @@ class MeshGroup:
                 link
                 for rank in ours.peers
                 if (link := self._links.get(rank)) is not None
-                and link.said_formation == ours.number
+                and link.hello_formation == ours.number
             ]
         if ours.abort:
             for link in links:

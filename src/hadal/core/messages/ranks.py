@@ -44,7 +44,7 @@ class RankDone(Message, frozen=True):
     """Peers to which the rank attributes the error."""
     taken_s: float = 0.0
     """Time at which the rank received the step, on its own host's clock, not its leader's."""
-    said_s: float = 0.0
+    answered_s: float = 0.0
     """Time at which the rank sends this message, on the same clock as `taken_s`."""
 
 

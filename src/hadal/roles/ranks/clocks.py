@@ -48,10 +48,10 @@ class HostClocks:
 
     def measure(self, now_s: float, host: str, sent_s: float, done: RankDone) -> None:
         """Measure `host`'s clock on a rank's answer, received now, to a step sent at `sent_s`."""
-        error_s = (now_s - sent_s - (done.said_s - done.taken_s)) / 2
+        error_s = (now_s - sent_s - (done.answered_s - done.taken_s)) / 2
         if error_s < 0.0:
             return  # The rank's times are impossible: its step took longer than the round trip.
-        offset_s = (done.taken_s - sent_s + done.said_s - now_s) / 2
+        offset_s = (done.taken_s - sent_s + done.answered_s - now_s) / 2
         known = self._samples.get(host)
         if known is not None:
             known_s = known.error_at(now_s)

@@ -102,7 +102,7 @@ class RanksSteps:
         step.parts[message.rank] = message.done
         if host is not None:
             self.clocks.measure(now_s, host, step.sent_s, message)
-            trip_s = now_s - step.sent_s - (message.said_s - message.taken_s)
+            trip_s = now_s - step.sent_s - (message.answered_s - message.taken_s)
             self._slow_hosts.answered(host, trip_s)
         return True
 

@@ -161,8 +161,8 @@ def test_a_rank_that_is_gone_was_where_it_was() -> None:
         assert abs(event.start_s - scene.true[0, event.rank][0]) <= SLOWEST_S
 
 
-def done(taken_s: float, said_s: float) -> RankDone:
-    return RankDone(0, "e", 1, StepDone(0, (), (), {}, 0.0), (), taken_s, said_s)
+def done(taken_s: float, answered_s: float) -> RankDone:
+    return RankDone(0, "e", 1, StepDone(0, (), (), {}, 0.0), (), taken_s, answered_s)
 
 
 def clock_of(clocks: HostClocks, now_s: float) -> tuple[float, float]:
