@@ -23,7 +23,7 @@ from hadal.gateway.desk.health import missing_of
 from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.kept import PATH as KEPT
 from hadal.gateway.desk.kept import Responses, kept_responses
-from hadal.gateway.desk.keys import PATH, KeysFile, KeysHeard
+from hadal.gateway.desk.keys import PATH, FetchedKeys, KeysFile
 from hadal.gateway.desk.link import FrontLink, FrontWire
 from hadal.gateway.desk.metrics import Metrics
 from hadal.gateway.desk.pages import Page
@@ -152,8 +152,8 @@ def _keys_source(environment: Mapping[str, str], link: FrontLink) -> _KeysSource
         return _KeysSource(Keys(given))
     unknown = Keys(is_closed=True, is_known=False)
     if not link.has_front:
-        heard = KeysHeard(lambda query: link.pages.ask(FRONT, PATH, query, _KEYS_S))
-        return _KeysSource(unknown, heard.changed)
+        fetched = FetchedKeys(lambda query: link.pages.ask(FRONT, PATH, query, _KEYS_S))
+        return _KeysSource(unknown, fetched.changed)
     file = KeysFile(given, Path(path))
 
     async def changed() -> Keys | None:

@@ -87,7 +87,7 @@ class Generate:
         request_id: str,
     ) -> int:
         gateway = self._gateway
-        gateway.link.check_room(tenant.name)  # A refusal here saves the cost of parsing.
+        gateway.link.check_capacity(tenant.name)  # A refusal here saves the cost of parsing.
         work = await self._dialect.parse(body, request_id, tenant)
         ticket = gateway.desk.reserve(work, tenant)
         reply = gateway.desk.begin(work, self._dialect.format(work), ticket, request_id, times)

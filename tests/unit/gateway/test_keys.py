@@ -15,7 +15,7 @@ from hadal.core.errors import ConfigError
 from hadal.core.messages.gateways import QueryReply
 from hadal.core.messages.requests import Quota
 from hadal.gateway.desk.auth import RIGHTS, Keys, Tenant, hashed, parse_key
-from hadal.gateway.desk.keys import KeysFile, KeysHeard, add_line, follow, read_lines, remove_name
+from hadal.gateway.desk.keys import FetchedKeys, KeysFile, add_line, follow, read_lines, remove_name
 from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.edge.errors import ApiError
 from tests.fresh import fresh
@@ -263,7 +263,7 @@ async def test_others_hear_of_the_keys_by_asking(tmp_path: Path) -> None:
         asked.append(status)
         return QueryReply("front", 1, status, body)
 
-    heard = KeysHeard(ask)
+    heard = FetchedKeys(ask)
     file.changed()
     assert await heard.changed() is None
     keys = await heard.changed()

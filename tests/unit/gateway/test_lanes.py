@@ -267,7 +267,7 @@ async def test_another_gateway_draws_from_the_same_quota(
         assert refused.headers["retry-after"]
         with pytest.raises(Exception, match="tokens a minute"):
             await it.host.check_counting(EVERYONE)
-        monkeypatch.setattr(far_host, "_LET_IN_S", 0.05)
+        monkeypatch.setattr(far_host, "_ADMISSION_S", 0.05)
         await it.kill_front()
         answer = asyncio.create_task(it.client.post("/tokenize", json=body))
         assert (await answer).status_code == 200, "nothing is refused while there is no front"

@@ -153,7 +153,7 @@ class Accounting:
         for fact in facts:
             tier = STANDARD if fact.model == self._model else BATCH_TIER
             self.tier_to_pico_usd[tier] += fact.income_pico_usd
-            self._say_charged(fact, fact.income_pico_usd)
+            self._report_charged(fact, fact.income_pico_usd)
             self._sink.add(fact)
         if self._unix_time() - self._looked_s >= _LOOK_S:
             self.look()
@@ -161,9 +161,9 @@ class Accounting:
     def waive(self, facts: Iterable[RequestFact]) -> None:
         """Charge nothing for these facts, and free the budget reserved for them."""
         for fact in facts:
-            self._say_charged(fact, 0)
+            self._report_charged(fact, 0)
 
-    def _say_charged(self, fact: RequestFact, pico_usd: int) -> None:
+    def _report_charged(self, fact: RequestFact, pico_usd: int) -> None:
         if self._on_charged is not None:
             day = micros(fact.completed_s) // 1_000_000 // DAY_S
             self._on_charged(Charged(fact.request_id, fact.tenant, day, pico_usd))

@@ -344,7 +344,7 @@ class BatchWorker:
         try:
             work = await self._prepared(batch, line, tenant, request_id)
             async with self._stops.until_stopped(batch.id):
-                reply = await self._let_in(batch, work, request_id)
+                reply = await self._submit(batch, work, request_id)
         except Exception as error:
             await self._refuse(batch, line, request_id, _api_error(error), tries)
             return
@@ -364,7 +364,7 @@ class BatchWorker:
             raise ApiError(400, "stream is not supported in a batch; leave it out.", param="stream")
         return work
 
-    async def _let_in(self, batch: BatchRow, work: Work, request_id: str) -> Reply | None:
+    async def _submit(self, batch: BatchRow, work: Work, request_id: str) -> Reply | None:
         """Begin a line once there is spare capacity and the quota admits it. Its reply occupies a
         slot until `_run` releases it. Return None if the batch may start no more lines. Raises
         ApiError for errors that waiting cannot fix.

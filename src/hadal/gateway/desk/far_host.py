@@ -55,9 +55,9 @@ _PAGE_S = MAX_WAIT_S + 10.0
 """Maximum wait for a page. The slowest, /trace, waits for a unit's steps. If the front crashes, the
 wait ends sooner.
 """
-_SAY_AGAIN_S = RECENT_S / 2
+_REPEAT_S = RECENT_S / 2
 """Maximum age of a charge that is sent again to a new front."""
-_LET_IN_S = 1.0
+_ADMISSION_S = 1.0
 """Time after sending a generation; a front with a later heartbeat counts as having admitted it."""
 _NO_FRONT = FrontSnapshot(False, {}, {}, {role: {} for role in ROLES}, Totals())
 
@@ -85,7 +85,7 @@ class _Sent:
         `front_spoke_s`: last heartbeat of the previous front. If that front may never have received
         the generation, the next front decides on admission.
         """
-        self.is_admitted |= bool(self.output) or front_spoke_s >= self.sent_s + _LET_IN_S
+        self.is_admitted |= bool(self.output) or front_spoke_s >= self.sent_s + _ADMISSION_S
         self.is_resumed = bool(self.output)
         self.generation = msgspec.structs.replace(
             self.generation,
@@ -171,7 +171,7 @@ class FarHost(Doors):
                             type(message).__name__,
                         )
 
-    def check_room(self, tenant: str) -> None:
+    def check_capacity(self, tenant: str) -> None:
         """Refuse nothing: the front decides when generations are opened."""
 
     def reserve(
@@ -184,7 +184,7 @@ class FarHost(Doors):
         """Raise ApiError 429 if the tenant's quota has no tokens left for counting a prompt.
         Nothing is refused while the front is being restarted.
         """
-        answer = await self.pages.ask(FRONT, COUNTING, {"tenant": tenant}, _LET_IN_S)
+        answer = await self.pages.ask(FRONT, COUNTING, {"tenant": tenant}, _ADMISSION_S)
         if answer is not None and answer.status == 200:
             refusal = msgspec.json.decode(answer.body, type=Refusal | None)
             if refusal is not None:
@@ -210,7 +210,7 @@ class FarHost(Doors):
         """
         now_s = self._now()
         self._charged.append((now_s, charged))
-        while self._charged[0][0] < now_s - _SAY_AGAIN_S:
+        while self._charged[0][0] < now_s - _REPEAT_S:
             self._charged.popleft()
         self._wire.send(FRONT, charged)
 
@@ -281,7 +281,7 @@ class FarHost(Doors):
             )
         self.pages.give_up()
         for at_s, charged in self._charged:
-            if at_s >= self._now() - _SAY_AGAIN_S:
+            if at_s >= self._now() - _REPEAT_S:
                 self._wire.send(FRONT, charged)
         for request_id in list(self._leaving):  # The new front never had them.
             self._left(request_id)

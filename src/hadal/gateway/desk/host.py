@@ -188,7 +188,7 @@ class Host(Doors):
                 # Sent without waiting for the heartbeat, so that all gateways report one health.
                 self._tell_others()
 
-    def check_room(self, tenant: str) -> None:
+    def check_capacity(self, tenant: str) -> None:
         """Raise ApiError, 429 or 503, if one more generation of the tenant would not be admitted.
         Called before the body is read, which saves reading it.
         """

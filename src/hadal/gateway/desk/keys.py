@@ -211,7 +211,7 @@ class KeysFile:
         return (_UNCHANGED, b"") if query.get("digest") == digest else (200, body)
 
 
-class KeysHeard:
+class FetchedKeys:
     """Keys of a gateway without the front, received from the front's gateway."""
 
     def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[QueryReply | None]]) -> None:

@@ -51,7 +51,7 @@ class FrontLink(Protocol):
     def snapshot(self) -> FrontSnapshot:
         """Return the front's state as this gateway last received it."""
 
-    def check_room(self, tenant: str) -> None:
+    def check_capacity(self, tenant: str) -> None:
         """Raise ApiError, 429 or 503, if one more generation of the tenant would not be admitted.
         Called before the body is read, which saves reading it.
         """
