@@ -50,7 +50,7 @@ def mla_decode(
     batch, heads, c = q_latent_BHC.shape
     r = q_rope_BHR.shape[-1]
     library.check_shape("q_rope_BHR", q_rope_BHR, (batch, heads, r))
-    told, _kept = _told(batch, c + r, seen)
+    arguments, _kept = _cache_arguments(batch, c + r, seen)
     o_BHC = torch.empty((batch, heads, c))
     if batch == 0:
         return o_BHC
@@ -69,7 +69,7 @@ def mla_decode(
             heads,
             c,
             r,
-            *told,
+            *arguments,
             *selected,
             seen.first,
             scale,
@@ -94,7 +94,7 @@ def select_positions(
         return twin.select_positions(q_BJX, weights_BJ, seen, num_selected)
     batch, heads, width = q_BJX.shape
     library.check_shape("weights_BJ", weights_BJ, (batch, heads))
-    told, _kept = _told(batch, width, seen)
+    arguments, _kept = _cache_arguments(batch, width, seen)
     selected_BK = torch.zeros((batch, num_selected), dtype=torch.int32)
     library.check_status(
         lib.hadal_select_positions(
@@ -104,7 +104,7 @@ def select_positions(
             batch,
             heads,
             width,
-            *told,
+            *arguments,
             num_selected,
             seen.first,
             selected_BK.data_ptr(),
@@ -118,7 +118,7 @@ def _check_first(first: int) -> None:
         raise ValueError(f"first is {first}; attention begins at position 0 or 1.")
 
 
-def _told(
+def _cache_arguments(
     batch: int, width: int, seen: SeenEntries
 ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor]]:
     """Return C's arguments for entries of at least `width` values, and tensors to keep until C has
@@ -134,7 +134,7 @@ def _told(
         raise ValueError(f"layer_index is {layer_index}; the cache has {num_layers} layers.")
     table_BM = library.as_int(block_table_BM, torch.int32)
     lengths_B = library.as_int(seen.lengths_B, torch.int64)
-    told = (
+    arguments = (
         cache_PLSD.data_ptr(),
         entry,
         num_blocks,
@@ -144,4 +144,4 @@ def _told(
         table_BM.shape[1],
         lengths_B.data_ptr(),
     )
-    return told, (table_BM, lengths_B)
+    return arguments, (table_BM, lengths_B)

@@ -451,7 +451,7 @@ def _keep_lines(output: Output, lines: deque[bytes]) -> None:
         lines.extend(line[:MAX_LINE_BYTES] for line in printed)
 
 
-def _hear_successors(agent: Agent, told: FileIO) -> None:
+def _follow_successors(agent: Agent, told: FileIO) -> None:
     for line in told:
         agent.renew(msgspec.json.decode(line, type=Joining))
 
@@ -479,7 +479,7 @@ def main() -> int:
     try:
         with signal_pipe(_SIGNALS) as fd:
             agent = Agent(joining, folder, forks, niceness)
-            threading.Thread(target=_hear_successors, args=(agent, told), daemon=True).start()
+            threading.Thread(target=_follow_successors, args=(agent, told), daemon=True).start()
             try:
                 return agent.run(fd)
             finally:

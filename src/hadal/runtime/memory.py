@@ -195,7 +195,7 @@ def _checked(
     warnings = []
     _check_device_memory(kind, rank, deployment)
     asked_bytes = rank.spare_bytes
-    rank = _with_what_fits_of_spare_room(rank, deployment)
+    rank = _with_spare_cut(rank, deployment)
     if rank.spare_bytes < asked_bytes:
         warnings.append(
             f"{kind}: a rank has memory for {gb(rank.spare_bytes)} of the {gb(asked_bytes)} of"
@@ -363,7 +363,7 @@ def _device_bytes(deployment: Deployment) -> float:
     return deployment.device_memory_gb * 1e9 if is_known else math.inf
 
 
-def _with_what_fits_of_spare_room(rank: RankMemory, deployment: Deployment) -> RankMemory:
+def _with_spare_cut(rank: RankMemory, deployment: Deployment) -> RankMemory:
     """Reduce `spare_bytes` to what fits: a unit serves without it, but not without the rest."""
     most = max(0.0, _device_bytes(deployment) - (rank.total_bytes - rank.spare_bytes))
     return dataclasses.replace(rank, spare_bytes=int(min(rank.spare_bytes, most)))

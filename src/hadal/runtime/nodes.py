@@ -328,7 +328,7 @@ class LiveNodes:
             self._addresses.write(self._nodes.addresses())
         if not self.is_adopting:  # Else agents would drop addresses not reported yet.
             self._nodes.tell_addresses(now_s)
-        self._send_what_was_said()
+        self._send_queued()
         shown, self._shown = self._shown, (self.wrong, self.status())
         return shown != self._shown
 
@@ -360,7 +360,7 @@ class LiveNodes:
             before.stdout.close()
         order = ProcessOrder(plan.name, epoch_number, arguments, plan.threads)
         process = self._nodes.run(time.monotonic(), node, order)
-        self._send_what_was_said()
+        self._send_queued()
         elsewhere = self._processes[plan.name] = Elsewhere(self, node, process)
         return elsewhere
 
@@ -381,7 +381,7 @@ class LiveNodes:
     def signal(self, elsewhere: Elsewhere, number: signal.Signals) -> None:
         """Send a process a signal, if it runs."""
         self._nodes.signal(time.monotonic(), elsewhere.node, elsewhere.process, number)
-        self._send_what_was_said()
+        self._send_queued()
 
     def see(self, name: str) -> None:
         """Have a node report a process's state to its judge (failure detector)."""
@@ -395,16 +395,16 @@ class LiveNodes:
             if isinstance(message, NodeNews | Printed):
                 self.handle(time.monotonic(), message)
         self._nodes.tick(time.monotonic())
-        self._send_what_was_said()
+        self._send_queued()
 
     def close(self) -> None:
         """Order the agents to end, and close all processes' output."""
         self._nodes.dismiss()
-        self._send_what_was_said()
+        self._send_queued()
         for elsewhere in self._processes.values():
             elsewhere.stdout.close()
 
-    def _send_what_was_said(self) -> None:
+    def _send_queued(self) -> None:
         """Send the queued orders; those queued while messages are handled go at the next tick."""
         for send in self._nodes.take_sends():
             self._wire.send(send.to, send.message)

@@ -126,11 +126,11 @@ class NodeActor:
 
     def renew(self, joining: bytes) -> None:
         """Send the agent the joining of a new supervisor, if it has a later epoch."""
-        told = self._here(joining)
+        changed = self._here(joining)
         with self._lock:
-            if told.supervisor.epoch_number <= self._joining.supervisor.epoch_number:
+            if changed.supervisor.epoch_number <= self._joining.supervisor.epoch_number:
                 return
-            self._joining = told
+            self._joining = changed
             if self._agent is not None and (pipe := self._agent.stdin) is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.write(_line(self._joining))
@@ -138,16 +138,16 @@ class NodeActor:
 
     def _here(self, joining: bytes) -> Joining:
         asked = msgspec.json.decode(joining, type=Joining)
-        return _told(asked, asked.node, self._address)
+        return _for_node(asked, asked.node, self._address)
 
     def _look_for_successor(self) -> None:
         """Use the recorded joining if newer: Ray restarts this actor with its first arguments."""
         kept = _kept(self._joining.run.deployment.cluster.name)
         if kept is not None and kept.run.run_id == self._joining.run.run_id:
-            told = _told(kept, self._joining.node, self._address)
+            changed = _for_node(kept, self._joining.node, self._address)
             with self._lock:
-                if told.supervisor.epoch_number >= self._joining.supervisor.epoch_number:
-                    self._joining = told
+                if changed.supervisor.epoch_number >= self._joining.supervisor.epoch_number:
+                    self._joining = changed
 
     def _run(self) -> None:
         """Run agents one after the other. If an agent ends by itself, exit; Ray then restarts this
@@ -348,7 +348,7 @@ class RayLender:
         self, node: int, bundle: dict[str, float], group: PlacementGroup, index: int
     ) -> None:
         """Start an agent on a node; send a running one the current supervisor."""
-        joining = msgspec.json.encode(_told(self._joining, node, ""))
+        joining = msgspec.json.encode(_for_node(self._joining, node, ""))
         actor: Any = (
             ray.remote(NodeActor)
             .options(
@@ -517,7 +517,7 @@ def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
         log.warning("the list of wanted nodes could not be sent to the autoscaler: %s", error)
 
 
-def _told(asked: Joining, node: int, address: str) -> Joining:
+def _for_node(asked: Joining, node: int, address: str) -> Joining:
     """Return the Joining for a node; it includes API keys only if the node has a gateway."""
     is_gateways = node in gateway_nodes(asked.run.deployment)
     run = replace(asked.run, address=address)

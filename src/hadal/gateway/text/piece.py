@@ -14,12 +14,12 @@ from hadal.gateway.text.tools import CallDelta
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """Prompt and its log-probabilities, for OpenAI's form (`is_echoed`) and vLLM's (`is_told`)."""
+    """Prompt and its log-probabilities, for OpenAI's form (`is_echoed`) and vLLM's (`is_listed`)."""
 
     text: str
     ids: tuple[int, ...]
     is_echoed: bool
-    is_told: bool
+    is_listed: bool
     scores: tuple[Score, ...] = ()
     """Scores of the prompt's tokens, from the second token on."""
 

@@ -95,7 +95,7 @@ class RankRole:
         self._holdings = RankHoldings()
         self._num_asked = 0
         """Copies, reads and writes of the pool that the host has not finished."""
-        self._is_asked_who = False
+        self._must_identify = False
         """True while a new leader waits for RankHeld, which is sent once `_num_asked` is 0."""
         self._next_heartbeat_s = -math.inf
         self._wake_s = -math.inf
@@ -121,7 +121,7 @@ class RankRole:
             case RankDo(effect):
                 self._do(effect)
             case RankWho(epoch):
-                self._is_asked_who = self._is_asked_who or epoch == self._up.epoch
+                self._must_identify = self._must_identify or epoch == self._up.epoch
             case StepDone():
                 self._step_done(now_s, event)
             case Formed():
@@ -143,8 +143,8 @@ class RankRole:
                 pass  # The heartbeat is sent below.
             case _:
                 raise InvariantError(f"{self._name}: a rank cannot take {type(event).__name__}")
-        if self._is_asked_who and not self._num_asked:
-            self._is_asked_who = False
+        if self._must_identify and not self._num_asked:
+            self._must_identify = False
             self._out.append(Send(self._up.unit, self._held()))
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + RANK_HEARTBEAT_S

@@ -52,7 +52,7 @@ class Copier:
 
     def take(self) -> list[KvPulled]:
         """Return the outcomes that are ready. Raises the exception of a copying thread, if any."""
-        self._wire.let_go()
+        self._wire.unmap_ended()
         done = self._worker.take()
         for result in done:
             self._num_pending[result.request_id] -= 1

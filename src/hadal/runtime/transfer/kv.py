@@ -130,7 +130,7 @@ class KvWire:
         """Return the transport of pulls from `source`; "" before the first pull over a network."""
         return self._source(source).transport
 
-    def let_go(self) -> None:
+    def unmap_ended(self) -> None:
         """Unmap the pools of ended units: a mapped pool occupies memory that later units need.
         Looks once per second at most.
         """

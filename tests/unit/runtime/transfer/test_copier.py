@@ -36,7 +36,7 @@ class WeightTransfer:
     def is_on_node(self, source: str) -> bool:
         return source.startswith(NEAR)
 
-    def let_go(self) -> None: ...
+    def unmap_ended(self) -> None: ...
 
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
         with self.lock:
@@ -132,11 +132,11 @@ def test_stopping_begins_nothing_more() -> None:
     copier.submit(pull("b", FAR, 2))
     wait_until(lambda: wire.under_way == [FAR], "the pulls are done")
 
-    def let_go() -> None:
+    def unmap_ended() -> None:
         wait_until(lambda: copier._worker.is_stopping, "it is stopping")
         wire.held[FAR].set()
 
-    letting_go = threading.Thread(target=let_go)
+    letting_go = threading.Thread(target=unmap_ended)
     letting_go.start()
     copier.stop(DEADLINE_S)
     join(letting_go)

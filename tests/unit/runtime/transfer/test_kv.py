@@ -360,13 +360,13 @@ def test_a_pool_whose_unit_is_gone_holds_no_memory_here(pool: KvPool) -> None:
         mapped = weakref.ref(transfer.mapped)
         del source, transfer
         wire._looked_s = -math.inf
-        wire.let_go()
+        wire.unmap_ended()
         assert mapped() is not None, "its unit lives"
     remove_shared_memory(RUN, "prefill-0")
     gc.disable()  # The mapping must be freed without the cycle collector.
     try:
         wire._looked_s = -math.inf
-        wire.let_go()
+        wire.unmap_ended()
         assert mapped() is None
     finally:
         gc.enable()

@@ -275,8 +275,8 @@ class CompletionFormatter:
                 "logprobs": logprobs,
                 "finish_reason": piece.finish,
             }
-            if prompt is not None and prompt.is_told:
-                choice["prompt_logprobs"] = self._told(prompt)
+            if prompt is not None and prompt.is_listed:
+                choice["prompt_logprobs"] = self._listed(prompt)
             if outcome.prompt_ids:
                 choice["prompt_token_ids"] = outcome.prompt_ids
             choices.append(choice | _token_ids(piece))
@@ -313,11 +313,11 @@ class CompletionFormatter:
             "text_offset": offsets,
         }
 
-    def _told(self, prompt: ScoredPrompt) -> list[Any]:
+    def _listed(self, prompt: ScoredPrompt) -> list[Any]:
         """Return the prompt's log-probabilities in vLLM's form: null for the first token, then one
         object by token id per position, with the prompt's own token first.
         """
-        told: list[Any] = [None]
+        entries: list[Any] = [None]
         for token, score in zip(prompt.ids[1:], prompt.scores, strict=True):
             ranked = [(token, score.logprob, score.rank)]
             ranked += [
@@ -325,7 +325,7 @@ class CompletionFormatter:
                 for rank, (other, logprob) in enumerate(score.top, 1)
                 if other != token
             ]
-            told.append(
+            entries.append(
                 {
                     str(other): {
                         "logprob": _finite(logprob),
@@ -337,7 +337,7 @@ class CompletionFormatter:
                     for other, logprob, rank in ranked
                 }
             )
-        return told
+        return entries
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         texts, offsets, tops = [], [], []
