@@ -559,8 +559,8 @@ def _check_gateways_on_nodes(deployment: Deployment) -> None:
         )
     if is_near(deployment.host):
         raise ConfigError(
-            f"host is {deployment.host!r}, and gateway.nodes is {deployment.gateway.nodes}: whoever"
-            " reaches gateways on other hosts is not on this one. Set host to 0.0.0.0."
+            f"host is {deployment.host!r}, and gateway.nodes is {deployment.gateway.nodes}:"
+            " clients must reach gateways on other hosts. Set host to 0.0.0.0."
         )
     if deployment.port == 0:
         raise ConfigError(

@@ -80,7 +80,7 @@ class Handshake:
         own, or is a second one.
         """
         if len(nonce) != NONCE_BYTES or nonce == self.nonce or self._peer_nonce:
-            raise ValueError("it does not challenge as this protocol does")
+            raise ValueError("its challenge is not one of this protocol")
         self._peer_nonce = nonce
 
     def proof(self, *claims: bytes) -> bytes:

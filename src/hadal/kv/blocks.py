@@ -205,7 +205,7 @@ class BlockAllocator:
         Raises InvariantError if one of them is free, or if `owner` owns it already.
         """
         if owner is None:
-            raise ValueError("nobody cannot acquire blocks.")
+            raise ValueError("owner is None; it cannot acquire blocks.")
         self._eviction.tick()
         self._touched()
         self._check_numbers(blocks, owner)
@@ -214,11 +214,15 @@ class BlockAllocator:
             names, owners = self._block_to_name.get(block), all_owners[block]
             if isinstance(owners, _Owners):
                 if owner in owners:
-                    raise InvariantError(f"{owner!r} acquires block {block}, which is his.")
+                    raise InvariantError(
+                        f"{owner!r} acquires block {block}, which it owns already."
+                    )
                 owners[owner] = None
             elif owners is not None:
                 if type(owners) is type(owner) and owners == owner:
-                    raise InvariantError(f"{owner!r} acquires block {block}, which is his.")
+                    raise InvariantError(
+                        f"{owner!r} acquires block {block}, which it owns already."
+                    )
                 all_owners[block] = _Owners({owners: None, owner: None})
             elif names is not None:
                 all_owners[block] = owner
@@ -237,7 +241,7 @@ class BlockAllocator:
         Their versions are raised. Raises InvariantError unless `owner` owns every one of them.
         """
         if owner is None:
-            raise ValueError("nobody has no blocks.")
+            raise ValueError("owner is None; it owns no blocks.")
         self._touched()
         self._check_numbers(blocks, owner)
         gone = []
@@ -301,7 +305,7 @@ class BlockAllocator:
         for block, position in zip(blocks, range(first, first + len(blocks)), strict=True):
             name = slice_of(chain, position, position + 1)
             if self._owners[block] is None or self._block_to_name.get(block, (name,))[0] != name:
-                raise InvariantError(f"block {block} is nobody's or has another name.")
+                raise InvariantError(f"block {block} has no owner or another name.")
             other = self._name_to_block.get(name)
             if other is None:
                 self._name_to_block[name] = block

@@ -51,12 +51,12 @@ def parse_slo(text: str) -> Slo:
     for part in text.split(","):
         found = re.fullmatch(_PART, part.strip().lower())
         if found is None:
-            raise ValueError(f"{part.strip()!r} is no promise; write ttft=2s,tpot=50ms.")
+            raise ValueError(f"{part.strip()!r} is not an SLO; write ttft=2s,tpot=50ms.")
         name, percentile, number, unit = found.groups()
         if name not in _QUANTITIES:
-            raise ValueError(f"{name!r} cannot be promised; known are {_KNOWN}.")
+            raise ValueError(f"{name!r} is not a quantity of an SLO; known are {_KNOWN}.")
         if name in seconds:
-            raise ValueError(f"{name} is promised twice; once is enough.")
+            raise ValueError(f"{name} is given twice; give it once.")
         if unit not in _UNITS_S:
             raise ValueError(
                 f"{part.strip()!r} has no unit that is known: s or ms, as in ttft=2s,tpot=50ms."

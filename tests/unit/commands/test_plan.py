@@ -165,7 +165,7 @@ def test_traces_are_read(tmp_path: Path) -> None:
     ("arguments", "why"),
     [
         (("--slo", "ttft=2s"), "tpot is not promised"),
-        (("--slo", "e2e=2s,tpot=1s"), "'e2e' cannot be promised"),
+        (("--slo", "e2e=2s,tpot=1s"), "'e2e' is not a quantity of an SLO"),
         (("--hardware", "h900"), "'h900' is unknown"),
         (("--hardware", "b200"), "no reliable price"),
         (("--price", "h20"), "dollars per GPU-hour"),

@@ -19,10 +19,10 @@ def test_it_says_what_it_is() -> None:
     ("text", "why"),
     [
         ("ttft=2s", "tpot is not promised"),
-        ("", "is no promise"),
+        ("", "is not an SLO"),
         ("ttft=2s,tpot=50", "no unit"),
         ("ttft=2s,tpot=50us", "no unit"),
-        ("ttft=2s,e2e=9s,tpot=1s", "'e2e' cannot be promised"),
+        ("ttft=2s,e2e=9s,tpot=1s", "'e2e' is not a quantity of an SLO"),
         ("ttft=2s,ttft=3s,tpot=1s", "twice"),
         ("ttft=0s,tpot=50ms", "above 0"),
         ("ttft=1.2.3s,tpot=50ms", "no number"),

@@ -139,7 +139,7 @@ class DecodeArrivals:
         key, table = (pulled.request_id, pulled.attempt), self._table
         slot = self._slots.key_to_slot.get(key)
         if slot is None or table.state[slot] != SlotState.PULLING:
-            raise InvariantError(f"{self._unit}: KV of {key} was pulled, but nobody asked for it.")
+            raise InvariantError(f"{self._unit}: KV of {key} was pulled without a request.")
         if table.is_muted[slot] or table.is_preempted[slot]:
             self._slots.vacate(slot)
         elif pulled.error is None:

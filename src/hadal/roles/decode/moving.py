@@ -278,7 +278,7 @@ class DecodeMoving:
         awaited = {trip.target for trip in self._trips.values()}
         for slot in table.slots_in(SlotState.RESERVED).tolist():
             if slot not in awaited:
-                problems.append(f"slot {slot} is reserved for nobody")
+                problems.append(f"slot {slot} is reserved for no request")
         for trip in self._trips.values():
             if self._key_to_slot.get(trip.key) != trip.source:
                 problems.append(f"{trip.key} moves from slot {trip.source} and is not there")

@@ -402,7 +402,7 @@ class DecodeTable:
             if state != SlotState.FREE and not may_be_beyond and length > blocks * BLOCK_TOKENS:
                 problems.append(f"slot {slot} has {length} positions in {blocks} blocks")
             if state in (SlotState.ACTIVE, SlotState.MOVING) and is_muted:
-                problems.append(f"slot {slot} is {name} for nobody")
+                problems.append(f"slot {slot} is {name} for no request")
             if state == SlotState.ACTIVE and not is_in_runner:
                 problems.append(f"slot {slot} is active and not in the Runner")
             if occupant is None:

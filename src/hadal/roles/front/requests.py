@@ -319,7 +319,7 @@ class FrontRequests:
                     " tokens"
                 )
         if {tenant: sorted(queue) for tenant, queue in queues.items()} != self._tenant_to_queue:
-            problems.append("the queue does not hold those that are queued")
+            problems.append("the queue differs from the queued requests")
         placed = list(self.placed())
         if self.fingerprint_to_placed != _summed(placed):
             problems.append("the sums of placed requests are wrong")

@@ -193,7 +193,9 @@ class FrontTenants:
         sums: dict[str, int] = {}
         for reserved in self._reserved.values():
             sums[reserved.tenant] = sums.get(reserved.tenant, 0) + reserved.pico_usd
-        return [] if sums == self._tenant_to_reserved else ["what is put aside does not add up"]
+        return (
+            [] if sums == self._tenant_to_reserved else ["reserved amounts differ from their sum"]
+        )
 
     def _release(self, request_id: str) -> None:
         reserved = self._reserved.pop(request_id, None)

@@ -188,7 +188,7 @@ class DiskReads:
         if len({id(prompt) for prompt in waiting}) != len(waiting):
             problems.append("a prompt waits for two reads")
         if not all(prompt.is_loading for prompt in waiting):
-            problems.append("a prompt is waited for and does not know it")
+            problems.append("a prompt waits for a read and is not marked")
         if any(num_names(load.names) != len(load.into) for load in self._reads.values()):
             problems.append("a read has not as many blocks as names")
         return problems

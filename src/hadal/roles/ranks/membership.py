@@ -472,5 +472,5 @@ class UnitMembership:
         if self.phase is UnitPhase.WAITING and any(
             rank.state is RankState.MEMBER for rank in self._processes
         ):
-            problems.append("a member of nothing")
+            problems.append("a rank is a member, and there is no formation")
         return problems

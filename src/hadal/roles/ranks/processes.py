@@ -295,7 +295,7 @@ class RankProcesses:
             KILL_AGAIN_S, self._rank_timeout_s
         )
         if rank.state is RankState.ABSENT and is_long_ago:
-            self._kill(now_s, index, "was taken for dead, and still speaks")
+            self._kill(now_s, index, "was declared dead, but still sends messages")
 
     def check(self) -> list[str]:
         """Return problems; empty when every living process announced itself."""

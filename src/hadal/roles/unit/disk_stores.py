@@ -233,7 +233,7 @@ class DiskStores:
         names += [one.name for waiting in self._waiting for one in waiting]
         problems = []
         if len(names) != len(self._names) or set(names) != self._names:
-            problems.append("what waits for the disk is not what is named as such")
+            problems.append("names differ from the blocks that wait for the disk")
         for rank, num_writing in enumerate(self._num_writing):
             true = sum(
                 len(effect.block_ids) for effect in self._writing.values() if effect.rank == rank

@@ -44,17 +44,17 @@ _FIELDS = (
     "name",
 )
 EXAMPLE = """\
-# What users ask of a deployment, for `hadal plan --traffic FILE`. Every line may be left out: what stands here is
-# DeepSeek's published day (DeepSeek-V3/R1 inference system overview, 2025-02-27), and it is what is taken then.
+# What users ask of a deployment, for `hadal plan --traffic FILE`. Every line may be left out. The values
+# below are the defaults: DeepSeek's published day (DeepSeek-V3/R1 inference system overview, 2025-02-27).
 
 requests_per_s = 1851.9   # mean over the day; or tokens_in_day = 608e9 instead
 tokens_in = 3800          # of a prompt, mean, cached tokens among them
 tokens_out = 1050         # generated for it, mean
 cached_share = 0.5625     # of prompt tokens: found in the KV cache, not computed
-variation_in = 1.0        # standard deviation of a prompt's length over its mean
-variation_out = 1.0       # the same of what is generated
+variation_in = 1.0        # standard deviation of prompt lengths over their mean
+variation_out = 1.0       # standard deviation of output lengths over their mean
 kv_length = 4989          # context of an output token, mean; 0: from the lengths above
-shape = "deepseek"        # of the day: "flat", "deepseek", or 24 numbers, one per hour from 00:00 on, in any unit
+shape = "deepseek"        # of the day's load: "flat", "deepseek", or 24 numbers, one per hour from 00:00 on, in any unit
 """
 
 

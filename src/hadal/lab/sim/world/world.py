@@ -163,7 +163,7 @@ class FleetWorld:
         if WARM in self.processes:
             del self.processes[WARM]
             # Without a message's delay: until then the front would send arrivals to the warm unit.
-            self.processes["front"].handle(UnitDown(WARM, "it was only there to begin with"))
+            self.processes["front"].handle(UnitDown(WARM, "the warm-up has ended"))
         self._start_units(PREFILL)
         self._arrivals.begin()
 
