@@ -54,7 +54,7 @@ cached_share = 0.5625     # of prompt tokens: found in the KV cache, not compute
 variation_in = 1.0        # standard deviation of prompt lengths over their mean
 variation_out = 1.0       # standard deviation of output lengths over their mean
 kv_length = 4989          # context of an output token, mean; 0: from the lengths above
-shape = "deepseek"        # of the day's load: "flat", "deepseek", or 24 numbers, one per hour from 00:00 on, in any unit
+shape = "deepseek"        # of the day's load: "flat", "deepseek", or 24 numbers, one per hour from 00:00, any unit
 """
 
 
