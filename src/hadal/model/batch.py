@@ -1,5 +1,5 @@
-"""Input of a forward pass: packed tokens, their positions, and the location of their KV. Built once
-per step.
+"""Input of a micro-batch's forward pass: packed tokens, their positions, and the location of their
+KV.
 
 Shapes: T packed tokens, B requests, M blocks of a request, P blocks, L layers, S tokens of a block,
 D values of an entry, R rotated.
@@ -24,12 +24,12 @@ class Span:
     """One chunk within the packed tokens."""
 
     first: int
-    """Row of its first token."""
+    """Packed row of the chunk's first token."""
     num_tokens: int
     start: int
-    """Position of its first token: the number of earlier tokens, which are in the cache."""
+    """Position of the chunk's first token = number of earlier tokens, which are in the cache."""
     context_rows: Tensor | None
-    """Cache rows of the earlier tokens in layer 0 (see `cache_rows`); None without any."""
+    """Cache rows of the earlier tokens in layer 0 (see `cache_rows`); None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class PrefillBatch:
     """Cache row of each token's entry (layer 0)."""
     spans: tuple[Span, ...]
     final_chunks: tuple[int, ...]
-    """Chunks that need logits after their last token, ascending."""
+    """Indices of chunks that need logits after their last token, ascending."""
     final_rows: Tensor
     """Packed row of the last token of each of `final_chunks`."""
     block_table_TM: Tensor
-    """Blocks of every token, int32, for the absorbed form of attention."""
+    """Block ids of each token's request, int32, for absorbed attention."""
     lengths_T: Tensor
-    """Positions that each token sees, itself included, for the absorbed form of attention."""
+    """Number of positions that each token sees, itself included, for absorbed attention."""
     is_selecting: bool
     """True if a token sees more positions than it attends to; an indexer then selects them."""
 
@@ -74,11 +74,11 @@ class DecodeBatch:
     rows_B: Tensor
     block_table_BM: Tensor
     lengths_B: Tensor
-    """Positions seen, the new token included."""
+    """Number of positions that each token sees, itself included."""
     is_selecting: bool
     """True if a token sees more positions than it attends to; an indexer then selects them."""
     first: int = 0
-    """First position that is attended to: 1 in an MTP module, which has no entry before it."""
+    """First position that is attended to: 1 in an MTP module, not trained with position 0."""
 
     def write(self, layer_index: int, entries_BD: Tensor) -> None:
         _write(self.cache_PLSD, self.rows_B, layer_index, entries_BD)
@@ -105,8 +105,8 @@ def prefill_batch(
     cos_sin: Tensor,
     index_topk: int | None = None,
 ) -> PrefillBatch:
-    """Pack `chunks`, none of them empty. `wanted`: indices, ascending, of the chunks that need
-    logits. `index_topk`: the model's.
+    """Pack `chunks`; no chunk may be empty. `wanted`: ascending indices of the chunks that need
+    logits. `index_topk`: from the model's config; None without an indexer.
     """
     device, num_layers = cache_PLSD.device, cache_PLSD.shape[1]
     spans: list[Span] = []
@@ -155,8 +155,8 @@ def decode_batch(
     index_topk: int | None = None,
     first: int = 0,
 ) -> DecodeBatch:
-    """Return the batch of these tokens: cache rows of their entries, and the positions they see.
-    The table must be at least as wide as its longest row needs.
+    """Compute cache rows and seen positions of these tokens. Each row of `block_table_BM` must
+    contain the block of its token.
     """
     positions_B = positions_B.long()
     block_B = block_table_BM.gather(1, (positions_B // BLOCK_TOKENS)[:, None])[:, 0].long()
@@ -173,8 +173,8 @@ def decode_batch(
 
 
 def take(values: Tensor, *index: Ints) -> Tensor:
-    """Return values[index]. On a CPU numpy does it: on a busy machine torch's threads take
-    milliseconds to wake, for a few KB (LOG.md, drafts).
+    """Return values[index]. Use numpy on a CPU: on a busy machine torch's threads need milliseconds
+    to wake, even for a few KB (LOG.md, drafts).
     """
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy()[index])

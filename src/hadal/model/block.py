@@ -32,16 +32,18 @@ from hadal.reference.params import Experts, LayerWeights
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Tokens that pass through the layers together, and intermediate results of the present layer."""
+    """Tokens that pass through the layers together, and results of the current layer's ops."""
 
     batch: PrefillBatch | DecodeBatch | None
-    """None: no tokens."""
+    """None if the rank has no tokens in this micro-batch."""
     config: ModelConfig
     hidden_TD: Tensor
     """Residual stream."""
     comm: ExpertComm | None = None
     final_layer: int | None = None
-    """Last layer, in prefill. After its KV is written, only the rows that need logits continue."""
+    """Last layer's index: after its KV is written only rows that need logits continue. None: all
+    do.
+    """
     queries: mla.Queries | None = None
     entries_TD: Tensor | None = None
     """New cache entry of each token."""
@@ -153,8 +155,8 @@ def shared(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 
 def experts(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """Compute this rank's routed experts. Without a `comm`: on the own tokens, weighted. With one:
-    on the received rows, unweighted, because the source rank applies the weights.
+    """Compute this rank's routed experts: without a `comm` on the rank's own tokens, weighted; with
+    a `comm` on the received rows, unweighted, because the source rank applies the weights.
     """
     moe = layer.moe
     if moe is None:
@@ -171,7 +173,7 @@ def experts(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 
 def _received_experts(rows: Received, held: Experts, dtype: torch.dtype) -> Tensor:
-    """Return each pair's row after the expert of its slot, [M, D] in FP32; computed in `dtype`."""
+    """Return each pair's expert output, [M, D] in FP32; computed in `dtype`."""
     x_MD = rows.x_ND.index_select(0, rows.row_M)
     if not len(x_MD):
         return x_MD

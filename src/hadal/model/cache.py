@@ -1,4 +1,5 @@
-"""KV cache of one rank: one tensor of 64-token blocks over all layers. Block ownership is in kv/.
+"""KV cache of one rank: one tensor of 64-token blocks over all layers. kv/ assigns blocks to
+requests.
 
 A token's entry in a layer is its latent, [normed c_kv ; rotated k_rope] (DeepSeek-V3, arXiv
 2412.19437, eq. 1-5), followed by the indexer's key if the model has an indexer. All layers of a
@@ -41,8 +42,8 @@ def block_bytes(
 
 
 class KvCache:
-    """Cache tensor `cache_PLSD`, in its own memory or in the caller's (a shared-memory file that
-    other processes read). Staged: in its own memory, with a copy in the caller's.
+    """Cache tensor `cache_PLSD`, in its own memory or in the caller's buffer (a shared-memory file
+    that other processes read). Staged: in its own memory, and the buffer is a copy.
     """
 
     def __init__(
@@ -57,11 +58,10 @@ class KvCache:
         is_staged: bool | None = None,
     ) -> None:
         """`buffer`: writable memory of at least num_blocks * block_bytes, kept alive by the caller
-        and not zeroed here. `num_layers`: the model's if None; one more if its MTP module drafts.
-        `is_staged`: the cache has its own memory, on `device`, and `buffer` is the pool for publish
-        and fetch. None: True unless `device` is the CPU.
-
-        Raises ValueError if `buffer` is too small or if num_blocks is below 2.
+        and not zeroed here. `num_layers`: None means the model's; pass one more if its MTP module
+        drafts. `is_staged`: the cache has its own memory, on `device`, and `buffer` is the pool for
+        publish and fetch. None: True unless `device` is the CPU. Raises ValueError if `buffer` is
+        too small or if num_blocks is below 2.
         """
         if num_blocks < 2:
             raise ValueError(
@@ -99,7 +99,7 @@ class KvCache:
             _pin(pool_PLSD, self.cache_PLSD.device)
 
     def publish(self, block_ids: Sequence[int]) -> None:
-        """Copy these blocks from the cache to the pool. After the return they may be leased."""
+        """Copy these blocks from the cache to the pool. Then other processes may read them."""
         if self._pool_PLSD is None:
             return
         for first, end in _runs(block_ids):
@@ -118,8 +118,8 @@ class KvCache:
 
 
 def _pin(pool_PLSD: Tensor, device: torch.device) -> None:
-    """Pin the pool, so that the device reads and writes it directly. If that fails, copies pass
-    through the driver's memory.
+    """Pin the pool for direct access by the device. If that fails, copies pass through the driver's
+    memory.
     """
     num_bytes = pool_PLSD.numel() * pool_PLSD.element_size()
     status = int(torch.cuda.cudart().cudaHostRegister(pool_PLSD.data_ptr(), num_bytes, 0))  # type: ignore[no-untyped-call]

@@ -28,9 +28,7 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
-    """Tensors of one folder by name. Use it as a context manager. Files are opened when first
-    needed.
-    """
+    """Context manager for a folder's tensors by name. Files are opened when first needed."""
 
     def __init__(
         self,
@@ -61,8 +59,8 @@ class Checkpoint:
         return name in self._file_of_name
 
     def check_layers(self, num_hidden_layers: int) -> None:
-        """Raise CheckpointError if the files have more layers than the config: then they are
-        another model's.
+        """Raise CheckpointError if the files have more layers than the config: they belong to
+        another model.
         """
         for name in self._file_of_name:
             match = re.fullmatch(r"(model\.layers\.([0-9]+)\.)input_layernorm\.weight", name)
@@ -80,8 +78,8 @@ class Checkpoint:
                 )
 
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor that is no matrix, or is needed exactly, as an FP32 copy. Raises
-        CheckpointError if it is absent, damaged or of another shape.
+        """Return an FP32 copy of a tensor that is not a matrix or must not be rounded. Raises
+        CheckpointError if it is absent, damaged, FP8 or of another shape.
         """
         tensor = self._shaped(name, shape)
         if tensor.dtype == FP8:
@@ -120,7 +118,7 @@ class Checkpoint:
         return tensor
 
     def _scales(self, name: str, codes: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return the scales of an FP8 matrix, in FP32, and the shape of the blocks they apply to."""
+        """Return (FP32 scales of an FP8 matrix, shape of the blocks that they apply to)."""
         path = self._path(name)
         if self._block_size is None:
             raise CheckpointError(

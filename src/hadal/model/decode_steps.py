@@ -1,8 +1,8 @@
-"""Decode steps of one rank: draw a token for every slot, and verify and draft speculative tokens,
-over the rows of its table.
+"""Decode steps of one rank: draw a token for every slot of its table, and verify and draft
+speculative tokens.
 
-Independent of requests and of the wire. It only depends on whether the rank has peers: then it also
-runs steps without rows, because all ranks step together.
+Independent of requests and of the wire. A rank with peers also runs steps without rows, because all
+ranks of a unit step together.
 """
 
 from __future__ import annotations
@@ -66,21 +66,21 @@ class DecodeSteps:
         self._device = model.cache.cache_PLSD.device
         self._is_prepared = False
         self._lost_slots: set[int] = set()
-        """Slots that lost their rows in a failed step, until the leader makes them leave or rejoin."""
+        """Slots with rows cleared by a failed step, until the leader sends their leave or join."""
         self._table = RankTable(max_slots, model.config.max_position_embeddings)
         self._drafter = None if module is None else Drafter(module, max_slots, num_drafts_max)
         self._new_sampler = new_sampler
         self._sampler = new_sampler()
 
     def restart(self) -> None:
-        """Forget all rows, including lost ones: the leader joins them anew."""
+        """Forget all rows, including lost ones: the leader sends all joins again."""
         self._clear_table()
         self._lost_slots.clear()
         self._sampler = self._new_sampler()
 
     def run(self, plan: DecodePlan, recorder: Recorder) -> tuple[list[int], Drawn]:
-        """Run one step. Return the slot of each token, and the tokens. Raises RuntimeError if the
-        plan relies on rows that an earlier step lost.
+        """Run one step. Return the slot of each drawn token, and the tokens. Raises RuntimeError if
+        the plan relies on rows that an earlier step lost.
         """
         table = self._table
         joining = {join.slot for join in plan.joins if join.slot < self._max_slots}
@@ -102,7 +102,7 @@ class DecodeSteps:
         if not self._is_prepared:
             self._model.prepare_decode(self._max_slots * (1 + self._num_drafts_max))
             if self._module is not None:
-                # For each slot one row that drafts, and before it accepted drafts.
+                # Per slot: up to `num_drafts_max` accepted drafts, then the row that drafts.
                 max_rows = self._max_slots * (1 + self._num_drafts_max)
                 self._module.prepare(max(max_rows, BLOCK_TOKENS), self._max_slots)
             self._is_prepared = True
@@ -120,8 +120,8 @@ class DecodeSteps:
         return slots, joined([drawn for _, drawn in passes])
 
     def _pass(self, plan: DecodePlan, recorder: Recorder) -> tuple[np.ndarray, Drawn]:
-        """Draw a token for each slot, and further ones for correct drafts; then draft for the next
-        pass. Return the tokens' slots and the tokens.
+        """Draw one token per slot and one more per correct draft; then draft for the next pass.
+        Return each token's slot, and the tokens.
         """
         fed, sampler = self._fed(), self._sampler
         rows = self._table.slots_B, fed.num_B, fed.tokens_R
@@ -140,7 +140,9 @@ class DecodeSteps:
         return slots_N, drawn
 
     def _write_entries(self, rows: np.ndarray) -> None:
-        """Write all missing MTP entries of these rows that fit, including those of the last tokens."""
+        """Write the missing MTP entries of these rows, up to their last tokens or their last
+        blocks.
+        """
         assert self._drafter is not None
         table = self._table
         ends_B = np.minimum(table.positions_B + 1, table.rooms_B)
@@ -148,8 +150,8 @@ class DecodeSteps:
         self._drafter.write(table.slots_B[rows], ends_B[rows], table_NM)
 
     def _clear_table(self) -> None:
-        """Write the missing MTP entries, then clear the table: the record of missing entries is
-        lost with it. Entries that cannot be written make drafts worse, but change no token.
+        """Write the missing MTP entries, then clear the table, which also clears the record of
+        missing entries. Entries that cannot be written make drafts worse, but change no token.
         """
         table = self._table
         table.rest(())
@@ -183,7 +185,7 @@ class DecodeSteps:
         self, plan: DecodePlan, fed: _Fed, drawn: Drawn, hidden_RD: Tensor | None
     ) -> np.ndarray:
         """Advance the table by the drawn tokens, and publish blocks that other ranks will read.
-        Return the tokens' slots.
+        Return each token's slot.
         """
         table, drafter = self._table, self._drafter
         slots_N: np.ndarray = table.slots_B[fed.of_R[drawn.rows]]
@@ -203,7 +205,8 @@ class DecodeSteps:
         is_moving_B = np.isin(slots_B, plan.publishes)
         rows = np.flatnonzero(is_moving_B | is_filling_B)
         if drafter is not None:
-            # A slot that moves also needs its last token's entry, if that is in a block that moves.
+            # A slot that changes ranks needs its last token's entry too, if that token's block
+            # moves.
             ends_B = positions_B - positions_B % BLOCK_TOKENS
             ends_B[is_moving_B] = positions_B[is_moving_B] + (
                 positions_B[is_moving_B] % BLOCK_TOKENS > 0
@@ -260,7 +263,7 @@ class DecodeSteps:
         table.rest(plan.resting)
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the model's device. On a CPU run no torch op: each releases the GIL."""
+        """Move a tensor to the model's device. On a CPU run no torch op: each releases the GIL."""
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _logits(

@@ -37,14 +37,12 @@ _SCORED_AT_ONCE = 32
 
 
 class DeepseekV3:
-    """One model. Calls must not overlap, because they write to the cache."""
+    """Model of one rank. Calls must not overlap, because they write to the cache."""
 
     def __init__(
         self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None = None
     ) -> None:
-        """`weights`: with a `comm` they hold only the experts of this rank's expert slots; see
-        model/experts.
-        """
+        """`weights`: with a `comm`, only with the experts in this rank's slots (model/experts)."""
         self.weights = weights
         self.cache = cache
         self.comm = comm
@@ -57,10 +55,8 @@ class DeepseekV3:
 
     def prefill(self, chunks: Sequence[Chunk], wanted: Sequence[int] | None = None) -> Tensor:
         """Compute several chunks at once and write their KV. Return logits [N, V] after the last
-        token of each wanted chunk.
-
-        `wanted`: indices of chunks, ascending; None: all. A chunk's blocks must contain its context
-        and have space for its tokens.
+        token of each wanted chunk. `wanted`: indices of chunks, ascending; None: all. A chunk's
+        blocks must contain its context and have space for its tokens.
         """
         final_chunks = range(len(chunks)) if wanted is None else wanted
         return self.prefill_split([chunks], [final_chunks])[0]
@@ -83,7 +79,7 @@ class DeepseekV3:
         for part, final_chunks in zip(chunks, wanted, strict=True):
             state = self._start(self._prefill_batch(part, final_chunks) if part else None)
             if on_hidden is None:
-                # After the last layer's KV only tokens that need logits matter.
+                # After the last layer's KV, only tokens that need logits are computed.
                 state.final_layer = len(self.weights.layers) - 1
             states.append(state)
         recorder = recorder if recorder is not None else Recorder()
@@ -101,8 +97,8 @@ class DeepseekV3:
 
     @torch.inference_mode()
     def scores(self, hidden_TD: Tensor, tokens: Sequence[int], num_top: int) -> tuple[Score, ...]:
-        """Return each token's log-probability and rank, and the `num_top` likeliest tokens, by the
-        model's own distribution. `hidden_TD`: states before these tokens, after the last norm.
+        """Return each token's log-probability and rank, and the `num_top` likeliest tokens, without
+        sampling parameters. `hidden_TD`: after the last norm, of the positions before these tokens.
         """
         scores: list[Score] = []
         for first in range(0, len(tokens), _SCORED_AT_ONCE):
@@ -124,8 +120,8 @@ class DeepseekV3:
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Run a prefill, but return every token's hidden state [T, D] after the last norm: the
-        input of the head and the MTP module.
+        """Run a prefill, but return every token's hidden state [T, D] after the last norm, which is
+        the input of the head and the MTP module.
         """
         state = self._start(self._prefill_batch(chunks, ()))
         self._through_layers([state], SEQUENTIAL, Recorder())
@@ -134,9 +130,7 @@ class DeepseekV3:
     @torch.inference_mode()
     def decode(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> Tensor:
         """Write each token's KV at its position, and return logits [B, V] for the next token.
-        Tokens and positions are int64.
-
-        The result may be a view that the next call overwrites.
+        Tokens and positions are int64. The result may be a view that the next call overwrites.
         """
         if self._has_fused_step:
             if self._fused_step is None or self._fused_step.max_batch < len(tokens_B):
@@ -152,7 +146,7 @@ class DeepseekV3:
         schedule: Schedule = SEQUENTIAL,
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
-        """Run `decode` on one or two micro-batches, op by op."""
+        """Run `decode` on one or two micro-batches, op by op. Return logits [B, V] of each."""
         return [logits_BV for logits_BV, _ in self.decode_rows(rows, schedule, recorder)]
 
     @torch.inference_mode()
@@ -162,7 +156,9 @@ class DeepseekV3:
         schedule: Schedule = SEQUENTIAL,
         recorder: Recorder | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Run `decode_split`, and also return hidden states [B, D] after the last norm."""
+        """Run `decode_split`, but return pairs (logits [B, V], hidden states [B, D] after the last
+        norm).
+        """
         states = []
         for tokens_B, positions_B, block_table_BM in rows:
             batch = None
@@ -187,7 +183,7 @@ class DeepseekV3:
         return outputs
 
     def decoded_hidden(self, batch: int) -> Tensor:
-        """Return hidden states [B, D] after the last norm, from the last fused `decode` call; a
+        """Return hidden states [B, D] after the last norm of the last fused `decode` call, as a
         view that the next call overwrites.
         """
         assert self._fused_step is not None
@@ -195,13 +191,11 @@ class DeepseekV3:
 
     @property
     def has_fused_step(self) -> bool:
-        """True if `decode` is one call outside Python."""
+        """True if `decode` is one call into the C++ kernels."""
         return self._has_fused_step
 
     def prepare_decode(self, max_batch: int) -> None:
-        """Allocate the fused step's buffers now, for batches of up to `max_batch`, so that no step
-        has to.
-        """
+        """Allocate the fused step's buffers for up to `max_batch` rows, so that no step has to."""
         if self._has_fused_step:
             self._fused_step = DecodeStep(self.weights, self.cache.cache_PLSD, max_batch)
 
@@ -241,7 +235,7 @@ def run_layers(
     comm: ExpertComm | None,
 ) -> None:
     """Run the micro-batches through these layers. The first layer's KV is layer `first_layer` of
-    the cache. If a step fails, its exchanges are abandoned.
+    the cache. On an exception, abandon the open exchanges and re-raise.
     """
 
     def run_op(state: MicroBatch, layer_index: int, op: str) -> Interval | None:

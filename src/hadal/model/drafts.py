@@ -4,16 +4,16 @@ written, and the drafts that the next step verifies.
 The module's entry at a position is computed from the token there and the model's hidden state of
 the position before (eq. 21 of DeepSeek-V3, arXiv 2412.19437). At a block's first position that
 state is zero: so a block depends only on its own and earlier text and can be found by its name.
-Prefill writes the entries that it can. A decode rank keeps the inputs of the others by slot and
-writes them before it drafts, and when a block is full:
+Prefill writes the entries of the prompt's tokens. A decode rank stores the inputs of later entries
+by slot, and writes these entries before it drafts and when a block is full:
 
     step        t t d d         the last token, then its drafts, at successive positions
     drawn       x x .           the accepted drafts, and one token more
     entries         x x         of these tokens, from the hidden states of the positions before them
     drafts            d d       new ones; their own entries are overwritten once the tokens are known
 
-A wrong or missing entry changes no token: it makes drafts worse. Shapes: S slots, N rows, K drafts,
-D hidden, M blocks of a row, P = 64 positions of a block.
+A wrong or missing entry makes drafts worse but changes no output token. Shapes: S slots, N rows, K
+drafts, D hidden, M blocks of a row, P = 64 positions of a block.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from hadal.model.mtp import MtpModule
 
 class Drafter:
     """Drafts and inputs of missing MTP entries, for each slot of a decode rank. A slot's position
-    is that of its last token; the next step writes that token's KV.
+    is its last token's; the next step writes that token's KV.
     """
 
     def __init__(self, module: MtpModule, max_slots: int, num_drafts_max: int) -> None:
         self.drafts_SK: Ints = np.zeros((max_slots, num_drafts_max), np.int64)
         self.num_drafts_S: Ints = np.zeros(max_slots, np.int64)
         self.has_drafts = False
-        """False if no slot has a draft to verify; steps then skip the look-up. A resting slot keeps
+        """False if no slot has drafts to verify; steps then skip the look-up. A resting slot keeps
         its drafts.
         """
         self._module = module
         self._num_written_S: Ints = np.zeros(max_slots, np.int64)
-        """Number of positions, from 0 on, with an entry in the cache."""
+        """Number of leading positions of each slot with an entry in the cache."""
         self._tokens_SP: Ints = np.zeros((max_slots, BLOCK_TOKENS), np.int64)
         """Tokens at positions without an entry yet, by position % 64."""
         model = module.model
         hidden_size, device = model.config.hidden_size, model.cache.cache_PLSD.device
         self._hidden_SPD = torch.zeros((max_slots, BLOCK_TOKENS, hidden_size), device=device)
-        """Model's hidden states before the tokens of `_tokens_SP`; zeros where a block begins."""
+        """Hidden states of the positions before `_tokens_SP`; zeros where a block begins."""
         self._table: DraftTable | None = None
-        """View of these arrays for the fused kernels; None if these do not run."""
+        """View of the arrays above for the C++ kernels; None if they do not run on this device."""
         if device.type == "cpu" and library.load() is not None:
             self._table = DraftTable(
                 self.drafts_SK,
@@ -82,8 +82,8 @@ class Drafter:
         self.num_drafts_S[slot] = 0
 
     def checked(self, slots_N: Ints, positions_N: Ints, rooms_N: Ints) -> tuple[Ints, Ints]:
-        """Return (drafts_NK, num_N): these slots' drafts, and the number that the step verifies.
-        Their KV must fit into `rooms_N` positions.
+        """Return (drafts_NK, num_N): these slots' drafts, and how many of each the step verifies,
+        so that their KV fits into the slot's `rooms_N` positions.
         """
         num_N: Ints = np.minimum(self.num_drafts_S[slots_N], rooms_N - 1 - positions_N)
         return self.drafts_SK[slots_N], np.maximum(num_N, 0, out=num_N)
@@ -91,9 +91,9 @@ class Drafter:
     def note(
         self, slots_N: Ints, positions_N: Ints, tokens_N: Ints, rows_N: Ints, hidden_RD: Tensor
     ) -> None:
-        """Store drawn tokens at these positions, with rows `rows_N` of the model's hidden states:
-        the states of the positions before. A slot may occur several times, with successive
-        positions. Missing entries of an earlier block must be written before this call.
+        """Store drawn tokens at these positions, with rows `rows_N` of `hidden_RD`: the model's
+        states of the positions before. A slot may occur several times, with successive positions.
+        Missing entries of an earlier block must be written before this call.
         """
         if self._table is not None:
             self._table.note(slots_N, positions_N, tokens_N, rows_N, hidden_RD)
@@ -106,8 +106,8 @@ class Drafter:
         put(self._hidden_SPD, 0.0, slots_N[begins], within_N[begins])
 
     def write(self, slots_N: Ints, ends_N: Ints, table_NM: Tensor) -> None:
-        """Write these slots' missing entries up to `ends_N`, exclusive. The blocks of these
-        positions must be in `table_NM`.
+        """Write these slots' missing entries up to `ends_N`, exclusive. `table_NM` must have their
+        blocks.
         """
         rows, positions = self._missing(slots_N, ends_N)
         if len(rows):
@@ -125,8 +125,8 @@ class Drafter:
         recorder: Recorder,
     ) -> None:
         """Draft `num_drafts` tokens after each slot's last token, which is at `positions_N`. A slot
-        without space for that token's entry gets none. All ranks of a unit make the same number of
-        passes, even without rows.
+        without space for that token's entry gets no drafts. All ranks of a unit make the same
+        number of passes, even without rows.
         """
         self.num_drafts_S[slots_N] = 0
         self.has_drafts = num_drafts > 0 or bool(self.num_drafts_S.any())
@@ -157,7 +157,7 @@ class Drafter:
         num_rows = len(slots_N)
         self.num_drafts_S[slots_N] = num_drafts
         before, before_positions = self._missing(slots_N, positions_N)
-        if 0 < self._module.max_rows < num_rows + len(before):  # As in the C code.
+        if 0 < self._module.max_rows < num_rows + len(before):  # The C++ code has the same limit.
             self.write(slots_N, positions_N, table_NM)
             before = before[:0]
         rows, slots, positions = np.arange(num_rows), slots_N, positions_N
@@ -176,7 +176,7 @@ class Drafter:
             self.drafts_SK[slots_N, turn] = tokens
             if turn + 1 == num_drafts:
                 break
-            # For further drafts the module continues from its own state, as long as positions fit.
+            # Further drafts start from the module's own hidden state, as long as positions fit.
             rows, positions, hidden = rows[:num_rows], positions[:num_rows] + 1, states_ND
             has_room_N = positions < rooms_N
             if not has_room_N.all():
@@ -190,7 +190,7 @@ class Drafter:
                 put(hidden, 0.0, begins)
 
     def _missing(self, slots_N: Ints, ends_N: Ints) -> tuple[Ints, Ints]:
-        """Return rows and positions of missing entries before `ends_N`, row by row."""
+        """Return (indices into `slots_N`, positions) of missing entries before `ends_N`."""
         first_N = self._num_written_S[slots_N]
         num_N = np.maximum(ends_N - first_N, 0)
         if not num_N.any():
@@ -213,21 +213,21 @@ class Drafter:
 
 
 class PromptTails:
-    """Hidden states of prompts' last computed tokens. A prefill rank needs them for the next
-    chunk's first MTP entry.
+    """Hidden state of each prompt's last computed token, which the next chunk's first MTP entry
+    needs.
     """
 
     def __init__(self, num_max: int) -> None:
-        """`num_max`: prompts that are remembered. For a forgotten prompt the entry is computed from
-        zeros, as at the beginning of a block.
+        """`num_max`: number of prompts stored, the last ones. For other prompts the entry is
+        computed from zeros, as at the beginning of a block.
         """
         self._hidden: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
-        """Request -> (number of computed tokens, state of the last one)."""
+        """Request id -> (number of computed tokens, hidden state of the last one)."""
         self._num_max = num_max
 
     def before(self, chunk: Chunk) -> Tensor | None:
-        """Return the state [D] of the token before the chunk; None if it is unknown, or the chunk
-        begins a block.
+        """Remove and return the state [D] of the token before the chunk; None if it is unknown or
+        the chunk begins a block.
         """
         end, hidden_D = self._hidden.pop(chunk.request_id, (0, None))
         return hidden_D if chunk.start % BLOCK_TOKENS and end == chunk.start else None

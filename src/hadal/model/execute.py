@@ -1,9 +1,8 @@
-"""Execution of a schedule: run the ops of every layer and micro-batch in its order, and record
-their times.
+"""Execution of a schedule: run the ops of all layers and micro-batches in its order, and time them.
 
 Independent of tensors: the caller executes ops in `run_op(micro_batch, layer, op)`. A finishing op
-returns the interval for which its exchange was on the link. The part of the op before the last byte's
-arrival counts as wait:
+(`>x` below) returns the interval in which its exchange was on the link. The op's time until the last
+byte arrives counts as wait:
 
     compute  | dispatch> |  another micro-batch's ops  | >dispatch          |
     link           |############### dispatch ################|
@@ -44,9 +43,9 @@ class ComputeProgress:
     """Progress of the computing thread, for other threads to read."""
 
     num_ops: int = 0
-    """Ops begun."""
+    """Number of ops begun since the process started."""
     is_waiting: bool = False
-    """True while it is in an op that waits for peers."""
+    """True while the thread runs an op that may wait for peers."""
 
 
 class Recorder:
@@ -63,7 +62,7 @@ class Recorder:
         self._seconds: dict[str, float] = {}
         self._start_s = 0.0
         self._link_free_s = 0.0
-        """Time at which the last exchange had arrived."""
+        """Arrival time of the last exchange, seconds on `time.perf_counter`."""
 
     def begin(self, op: str) -> None:
         self._progress.is_waiting = op in LINK_OPS
@@ -73,7 +72,7 @@ class Recorder:
     def end(
         self, op: str, micro_batch: int = 0, layer: int = 0, interval: Interval | None = None
     ) -> None:
-        """Record the op that began last. `interval`: for which its exchange was on the link."""
+        """Record the op that began last. `interval`: time in which its exchange was on the link."""
         start_s, end_s = self._start_s, time.perf_counter()
         self._progress.is_waiting = False
         if op in LINK_OPS:
@@ -81,7 +80,7 @@ class Recorder:
             # Without peers, or in a dense layer, nothing was sent: count the op with 0 s.
             arrived_s = start_s if interval is None else min(max(interval.end_s, start_s), end_s)
             if interval is not None:
-                # While an earlier exchange is on the link, this one only queues.
+                # Do not count the time in which an earlier exchange still used the link.
                 self._add(
                     link_op, max(0.0, interval.end_s - max(interval.start_s, self._link_free_s))
                 )
@@ -105,7 +104,7 @@ class Recorder:
 
     @contextmanager
     def whole(self, op: str) -> Iterator[Recorder]:
-        """Count everything recorded within as one op. The ops within are only traced as events."""
+        """Count all ops recorded on the yielded recorder as one op, but trace each of them."""
         self.begin(op)
         inner = Recorder(self._progress, rank=self._rank, is_traced=self._is_traced)
         yield inner

@@ -1,17 +1,17 @@
-"""Routed experts of a rank: the replica in each expert slot, and changes of these, for all layers
-at once or layer by layer.
+"""Routed experts of a rank: the replica in each expert slot, replaced in all layers together or
+layer by layer.
 
 A layer's replicas are one immutable record; a layer changes by replacing its record. `install`
-replaces all layers by those of a new placement, between two formations. `stage` builds one layer's
-record in another thread while steps run, and `flip` swaps it in between two steps:
+replaces the records of all layers when the unit forms with a new placement. `stage` builds one
+layer's record in another thread while steps run, and `flip` swaps it in between two steps:
 
     background   | stage: reuse unchanged, fetch or read new replicas |                   | the next stage frees the old
     compute       step  step  step  step  step  step  step  step  step  | flip | step  step
 
 Independent of tokens; ranks occur only as sources in a Fetch. A record holds references: unchanged
 replicas are not copied. Replicas from the checkpoint are mapped from its files if weights are held in
-their stored format. Replicas from a peer use extra memory beside the old ones, until the flip and the
-next layer's stage.
+their stored format. Replicas from a peer need extra memory: the old ones are freed only when the next
+layer is staged.
 
 Shapes: L MoE layers, R ranks, S expert slots.
 """
@@ -48,7 +48,7 @@ Fetch = Callable[[int, Source, MlpWeights], bool]
 
 
 class Overtaken(HadalError):
-    """Stage cancelled: the unit formed anew meanwhile, or the process ends."""
+    """Error of a cancelled stage: the unit formed again meanwhile, or the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +111,16 @@ class ExpertStore:
         """
         self._formation = 0
         self._staged: dict[int, tuple[int, _HeldLayer]] = {}
-        """Layer -> (stage id, record). At most one: a leader changes one layer at a time, and an
-        abandoned record would use unplanned memory.
+        """Layer -> (stage id, record). At most one entry: the leader changes one layer at a time,
+        and the memory plan has no space for abandoned records.
         """
         self._let_go: list[_HeldLayer] = []
-        """Records replaced by flips. They are freed later, because that would make a flip too slow."""
+        """Records replaced by flips. The next stage frees them: in a flip that would take too long.
+        """
 
     def expert(self, layer: int, expert: int) -> MlpWeights | None:
-        """Return an expert's weights; None if this rank has no replica or the layer does not exist.
-
-        The weights are never written again. Callable from any thread.
+        """Return an expert's weights, which are never written again; None if this rank has no
+        replica or the layer does not exist. Callable from any thread.
         """
         return self._held[layer].weights(expert) if 0 <= layer < len(self._held) else None
 
@@ -128,9 +128,8 @@ class ExpertStore:
         self, weights: ModelWeights, slot_to_expert_LS: NDArray[np.int16], formation: int
     ) -> tuple[ModelWeights, int]:
         """Return the weights with these experts in their slots, and the number of replicas read.
-
-        Unchanged layers cost nothing. Staged records are void, and later stages of older formations
-        too. Raises ValueError for another number of layers, and CheckpointError; the old weights
+        Unchanged layers cost nothing. Discards staged records and makes stages of other formations
+        fail. Raises ValueError for another number of layers, and CheckpointError; the old weights
         stay in force then.
         """
         with self._lock:
@@ -157,11 +156,9 @@ class ExpertStore:
     def stage(
         self, plan: StagePlan, fetch: Fetch, rest: Callable[[], None] = lambda: None
     ) -> Staged:
-        """Build the layer's record for a later flip. An expert that its peer does not provide is
-        read from the checkpoint.
-
-        `rest` is called before each new expert: it may wait, and may raise Overtaken. Errors are
-        returned in the answer's `error`; the layer's present record stays in force.
+        """Build the layer's record for a later flip. Experts that no peer provides are read from
+        the checkpoint. `rest` is called before each new expert: it may wait, and may raise
+        Overtaken. Errors are returned in `Staged.error`; the layer's current record stays in force.
         """
         start_s = time.perf_counter()
         num_received = 0
@@ -189,7 +186,7 @@ class ExpertStore:
                 )
                 self._keep(plan, _arrange(held, plan.slot_to_expert, bring, between))
         except torch.AcceleratorError:
-            raise  # As in a step: the device's context is lost.
+            raise  # The device's context is lost, so the process must end.
         except Exception as failure:
             level = logging.DEBUG if isinstance(failure, Overtaken) else logging.WARNING
             is_bug = not isinstance(failure, HadalError)
@@ -213,11 +210,10 @@ class ExpertStore:
         )
 
     def flip(self, weights: ModelWeights, flip: LayerFlip, rank: int) -> ModelWeights:
-        """Return the weights with this rank's expert slots as in the flip: the staged record, or
-        the present one if its slots are the same.
-
-        Raises InvariantError if the slots differ and were not staged under the flip's id, and
-        ValueError if the flip does not fit the model; weights and store are unchanged then.
+        """Replace a layer's record by the staged one, unless its slots are already those of the
+        flip, and return the new weights. Raises InvariantError if the slots differ and were not
+        staged under the flip's id, and ValueError if the flip does not fit the model; weights and
+        store are unchanged then.
         """
         held = self._layer(flip.layer)
         slot_to_expert_RS, _ = flip_arrays(flip, len(held.slot_to_expert))
@@ -237,7 +233,9 @@ class ExpertStore:
         return self._with_records(weights, (flip.layer,))
 
     def _any_expert(self) -> MlpWeights | None:
-        """Return any expert of this rank, as a template of the storage format; None without any."""
+        """Return any expert of this rank, as a template of the storage format; None if there is
+        none.
+        """
         slots = (mlp for held in self._held for mlp in held.experts.slots)
         return next((mlp for mlp in slots if mlp is not None), None)
 
@@ -260,8 +258,8 @@ class ExpertStore:
         return replace(weights, layers=tuple(layers), mtp=mtp)
 
     def _begin(self, plan: StagePlan) -> _HeldLayer:
-        """Free older records and return the layer's present one. Raises ValueError if the plan does
-        not fit this rank or model, and Overtaken if its formation is over.
+        """Free replaced and staged records; return the layer's current record. Raises ValueError if
+        the plan does not fit this rank or model, and Overtaken if its formation is over.
         """
         held = self._layer(plan.layer)
         if len(plan.slot_to_expert) != len(held.slot_to_expert):
@@ -277,7 +275,7 @@ class ExpertStore:
             raise ValueError(f"there are no experts {strange[:8]}.")
         self._check(plan)
         with self._lock:
-            # Both are freed on return, not under the lock: a flip may wait for the lock.
+            # Both are freed on return, after the lock is released: a flip may wait for the lock.
             _let_go, self._let_go = self._let_go, []
             _older, self._staged = self._staged, {}
         return held
@@ -295,8 +293,8 @@ class ExpertStore:
 def _arrange(
     held: _HeldLayer, slots: Iterable[int], bring: Bring, between: Callable[[], None] = lambda: None
 ) -> _HeldLayer:
-    """Make a layer's record: reuse replicas in `held`, and `bring` the others, with a call of
-    `between` before each. An expert in several slots is in memory once.
+    """Make a layer's record: reuse replicas in `held`, and get each other expert with `between()`,
+    then `bring(expert)`. An expert in several slots is in memory once.
     """
     slots = tuple(slots)
     found: dict[int, MlpWeights | None] = {EMPTY: None}
@@ -310,9 +308,7 @@ def _arrange(
 
 
 class _ExpertReader:
-    """Reader of experts from the checkpoint, which is opened for the first one. Raises
-    CheckpointError.
-    """
+    """Reader of experts from the checkpoint, which the first read opens. Raises CheckpointError."""
 
     def __init__(self, folder: Path, config: ModelConfig, held: Conversion) -> None:
         self.num_read = 0

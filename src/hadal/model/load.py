@@ -41,7 +41,7 @@ class Conversion:
     """Conversion of a stored matrix to its format in memory."""
 
     dtype: torch.dtype | None = None
-    """Type in memory; None: the stored one."""
+    """Data type in memory; None: the stored one."""
     device: torch.device | str = "cpu"
     is_rounding_inputs: bool = False
 
@@ -52,7 +52,7 @@ class Conversion:
             # No kernel supports this block shape, and the torch twin would convert it in every step.
             dtype = torch.float32
         if dtype is not None:
-            # Always copy, so that converted matrices do not depend on the mapped file.
+            # Always copy, so that a converted matrix never shares memory with the mapped file.
             stored = Matrix(stored.dense(dtype).to(self.device, copy=stored.values.dtype == dtype))
         return replace(stored, is_rounding_inputs=is_fp8 and self.is_rounding_inputs)
 
@@ -75,19 +75,12 @@ def load_weights(
     advance: Advance = lambda done, of: None,
     config: ModelConfig | None = None,
 ) -> ModelWeights:
-    """Read the model in `folder`, and only the tensors that it needs. Raises a CheckpointError that
-    names file and tensor.
-
-    `with_mtp_experts` False: read the MTP module without experts; it then writes its KV, but cannot
-    draft.
-
-    `advance` is called with the number of layers read and the number of all layers.
-
+    """Read the tensors that this rank needs from `folder`. Raises a CheckpointError that names file
+    and tensor. `with_mtp_experts` False: read the MTP module without experts; it then only writes
+    its KV. `advance` is called with the number of layers read and the number of all layers.
     `slot_to_expert_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only
-    these are read. None: all experts, in order. The MTP module has all experts too if the array has
-    no layer for it.
-
-    `config`: the folder's config.json, if it has been read already.
+    these are read. None: all experts, in order. If the array has no row for the MTP module, that
+    module gets all experts. `config`: parsed config.json of the folder; None: read it.
     """
     config = read_model_config(folder) if config is None else config
     with Checkpoint(folder, config.weight_block_size, config.scale_names) as checkpoint:
@@ -118,7 +111,7 @@ def read_mlp(
 
 
 class _TensorFinder:
-    """Reader of the model's tensors by their names."""
+    """Reader of ModelWeights from a checkpoint."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ thread computes them during the forward pass.
     compute  | forward pass of the step's rows                     | wait | draw |
     masks    | advance by the tokens drawn before | masks          |      |
 
-A row after a draft gets its mask as if the draft had been drawn. That mask is used only if the draft is
-accepted. Shapes: B slots, R rows of all of them, M masks, W words.
+A draft's row gets the mask that follows if the draft is accepted; otherwise that mask is not used.
+Shapes: B slots, R rows of all slots, M masks, W words of 32 bits.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class SlotMasks:
         self._grammars = grammars
         self._followers: dict[int, Follower] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
-        """Mask thread, which starts with the first work."""
+        """Mask thread, started by the first submit."""
         self._asked: Future[RowMasks | None] | None = None
         self._drawn: _DrawnTokens | None = None
-        """Drawn tokens by which the followers must still advance, also during the forward pass."""
+        """Drawn tokens by which the followers must still advance."""
 
     def __len__(self) -> int:
         return len(self._followers)
@@ -104,7 +104,7 @@ class SlotMasks:
             first += num
 
     def _drop(self) -> None:
-        """Discard masks of a failed step, which never waited for them. It drew no tokens."""
+        """Discard masks of a failed step, which never waited for them and drew no tokens."""
         if self._asked is not None:
             self._asked.exception()
             self._asked = None

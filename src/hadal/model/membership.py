@@ -21,12 +21,12 @@ _log = logging.getLogger("hadal.model.experts")
 
 
 class Aborted(HadalError):
-    """Error: the formation is over, and no step may run before the next one is formed."""
+    """Error: the formation is over, and no step may run until the unit has formed again."""
 
 
 class Membership:
-    """One rank of a unit of many. `comm` is the model's, over `group`; `store` has the experts of
-    the model's weights.
+    """State of one rank in a unit of several. `comm` is the model's, over `group`; `store` has the
+    experts of the model's weights.
     """
 
     def __init__(self, rank: int, group: Group, comm: ExpertComm, store: ExpertStore) -> None:
@@ -39,11 +39,11 @@ class Membership:
         self._formation = 0
         self._lost_ranks: tuple[int, ...] = ()
         self._placement: Placement | None = None
-        """The placement in force."""
+        """Placement in force; None before the first formation."""
 
     def form(self, plan: FormPlan, model: DeepseekV3) -> Formed:
         """Join the plan's formation, load its new expert replicas and drop the old ones. Errors are
-        returned in the answer.
+        returned in `Formed.error`.
         """
         self._formation = plan.formation
         self._is_over.clear()
@@ -51,8 +51,8 @@ class Membership:
         num_loaded = 0
         error: str | None = None
         try:
-            # Connect before reading: otherwise a rank with many experts to read would make its
-            # peers wait within the connection deadline.
+            # Connect before reading: otherwise a rank with many experts to read would use up its
+            # peers' connection deadline.
             self._group.form(plan.formation, plan.members)
             placement = Placement.from_bytes(
                 plan.slot_to_expert,
@@ -75,11 +75,9 @@ class Membership:
 
     def flip(self, flip: LayerFlip, model: DeepseekV3) -> None:
         """Switch a layer to its staged experts, and route its tokens accordingly, between two
-        steps.
-
-        Raises ValueError if the flip does not fit the placement, and InvariantError if it was not
-        staged. The caller must then call `note_lost`: other ranks may have flipped, so the unit has
-        to form anew.
+        steps. Raises ValueError if the flip does not fit the placement, and InvariantError if it
+        was not staged. The caller must then call `note_lost`: other ranks may have flipped, so the
+        unit has to form again.
         """
         assert self._placement is not None, "the formation was checked before"
         slot_to_expert_RS, weights_RS = flip_arrays(flip, self._placement.num_expert_slots)
@@ -94,7 +92,7 @@ class Membership:
             raise Aborted(f"formation {self._formation} is over")
 
     def note_lost(self, failure: Exception) -> None:
-        """End the formation after a failed step, for the peers too, and note the lost peers."""
+        """End the formation after a failed step, so that peers fail too, and note the lost peers."""
         if isinstance(failure, PeerLost):
             self._lost_ranks = failure.ranks
         self.abort()

@@ -27,8 +27,8 @@ from hadal.reference.attention import SeenEntries
 from hadal.reference.params import INDEX_NORM_EPS, LATENT_NORM_EPS, AttentionWeights, IndexerWeights
 
 ABSORBED_TOKENS = 64
-"""Prompt tokens of a large model that attend in absorbed form at a time. Their queries are latents
-of every head, 17 MB in V3.
+"""Number of prompt tokens of a large model that attend in absorbed form at a time: their queries in
+latent form take 17 MB in V3.
 """
 
 
@@ -105,9 +105,7 @@ def queries(
     *,
     is_selecting: bool,
 ) -> Queries:
-    """Return the tokens' queries, without cache entries (see `entries`). `is_selecting`: with those
-    of the indexer.
-    """
+    """Return the tokens' queries, with the indexer's if `is_selecting`."""
     q_in_TD = x_TD
     if weights.q_a is not None:
         assert weights.q_a_norm_Q is not None
@@ -134,9 +132,8 @@ def prefill_core_attention(
     *,
     final_only: bool,
 ) -> Tensor:
-    """Attend and return o [T, H*W]. `final_only`: the queries are only those of `batch.final_rows`.
-
-    The tokens' own entries must already be in the cache.
+    """Return attention o [T, H*W] of the queries; with `final_only` they are only those of
+    `batch.final_rows`. The tokens' own entries must already be in the cache.
     """
     if absorbs_prefill(config, batch.cache_PLSD):
         table_TM, lengths_T = batch.block_table_TM, batch.lengths_T
@@ -168,7 +165,7 @@ def _of_span(
     layer_index: int,
 ) -> list[Tensor]:
     """Return outputs for the queries, which belong to the span's last tokens. Tokens that attend to
-    all they see use the multi-head form, later ones the absorbed form.
+    all positions they see use the multi-head form, later tokens the absorbed form.
     """
     end = span.start + span.num_tokens
     dense_end = end if config.index_topk is None else min(end, config.index_topk)
@@ -200,9 +197,9 @@ def absorbs_prefill(config: ModelConfig, cache_PLSD: Tensor) -> bool:
     """Return whether prefill also attends in absorbed form.
 
     Per query, key and head the absorbed form needs 2C+R products and the multi-head form N+R+W
-    (DeepSeek-V3: 1,088 and 320). But it expands and pads nothing, and its kernel runs at more than
-    twice the rate of torch's attention. So small models use it, and DeepSeek's own shape does not.
-    Measured at 1.8 times the products: LOG.md.
+    (DeepSeek-V3: 1,088 and 320). But the absorbed form expands and pads nothing, and its kernel
+    runs at more than twice the rate of torch's attention. So it is used up to twice the products:
+    by small models, not by DeepSeek-V3. Measured at 1.8 times the products: LOG.md.
     """
     absorbed = 2 * config.kv_lora_rank + config.qk_rope_head_dim
     multi_head = config.qk_head_dim + config.v_head_dim
@@ -225,8 +222,7 @@ def _attend(query_THK: Tensor, key_SHK: Tensor, value_SHW: Tensor, scale: float)
     """Return causal attention of the last T of S positions, o [T, H*W]."""
     num_queries, num_seen = len(query_THK), len(key_SHK)
     value_dim, key_dim = value_SHW.shape[-1], key_SHK.shape[-1]
-    # The fused kernels need keys and values of one size: pad the smaller. On a CPU they are 3x
-    # faster than the unfused one.
+    # Pad keys or values to one size, as torch's fused kernels need: these are 3x faster on a CPU.
     if value_dim < key_dim:
         value_SHW = F.pad(value_SHW, (0, key_dim - value_dim))
     elif key_dim < value_dim:
@@ -261,8 +257,8 @@ def decode_core_attention(
 def _absorbed(
     queries: Queries, weights: AttentionWeights, config: ModelConfig, seen: SeenEntries
 ) -> Tensor:
-    """Return absorbed attention, o [B, H*W]. W_UK is applied to the query and W_UV to the sum, so
-    that all heads share the cached latents.
+    """Return absorbed attention, o [B, H*W]. W_UK is applied to the queries and W_UV to the
+    weighted sum of latents, so that all heads share the cached latents.
     """
     selected_BK = None
     if queries.index_TJX is not None:

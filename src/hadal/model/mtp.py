@@ -1,4 +1,4 @@
-"""Multi-token-prediction (MTP) module: drafts the token after the next one from the model's hidden
+"""Multi-token-prediction (MTP) module, which drafts the token after next from the model's hidden
 states.
 
 Its KV is one more layer of the model's cache, after the model's own. Its entry at position q is
@@ -10,15 +10,15 @@ computed from token q and the model's hidden state, after the last norm, of posi
     drafts                     t2       t3        t64      t65      t66
 
 So a block's entries depend only on its own and earlier tokens: a prompt that continues from another
-prompt's blocks needs no hidden state of that prompt. Position 0 has an entry of zeros and its
-token, because a block has no gaps. The trained module has no entry there, so rows do not attend to
+prompt's blocks needs no hidden state of that prompt. Position 0 has an entry, computed from zeros
+and its token, because a block has no gaps. The module was trained without it, so no row attends to
 it.
 
-Prompt tokens and accepted drafts only write their entry. The last accepted token of a sequence drafts.
-For each further draft, the hidden state after the module's last norm replaces the model's. With a
-`comm` the module's experts are spread over the unit like a layer's. Source: DeepSeek-V3 (arXiv
-2412.19437), section 2.2, eq. 21-23. Shapes: T tokens or rows, S spans of a prefill batch, M blocks of
-a row, D hidden, V vocabulary.
+Prompt tokens and accepted drafts only write their entry; the last token of a sequence also drafts. For
+each further draft, the hidden state after the module's last norm replaces the model's. With a `comm`
+the module's experts are spread over the unit like a layer's. Source: DeepSeek-V3 (arXiv 2412.19437),
+section 2.2, eq. 21-23. Shapes: T tokens or rows, S spans of a prefill batch, M blocks of a row, D
+hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hadal.reference.params import MtpWeights
 FIRST_POSITION = 1
 """First position that is attended to, and at which a row can draft."""
 _PIECE = 64
-"""Rows that `right_drafts` drafts at a time."""
+"""Number of rows that `right_drafts` drafts at a time."""
 
 
 class MtpModule:
@@ -52,9 +52,7 @@ class MtpModule:
     """
 
     def __init__(self, model: DeepseekV3) -> None:
-        """Raises ValueError if the weights were read without the module, or the cache has no layer
-        for it.
-        """
+        """Raise ValueError if the weights or the cache lack the module's layer."""
         if model.weights.mtp is None:
             raise ValueError(
                 "this model was read without its MTP module; read it with with_mtp=True"
@@ -74,13 +72,13 @@ class MtpModule:
 
     @property
     def _module(self) -> MtpWeights:
-        """Present weights of the module; flips may have replaced its experts."""
+        """Current weights of the module; flips may have replaced its experts."""
         assert self.model.weights.mtp is not None
         return self.model.weights.mtp
 
     @property
     def has_fused_step(self) -> bool:
-        """True if `draft` is one call outside Python."""
+        """True if `draft` is one call into the C++ kernels."""
         return self._has_fused_step
 
     @property
@@ -89,8 +87,8 @@ class MtpModule:
         return self._fused_step.max_rows if self._fused_step is not None else 0
 
     def prepare(self, max_rows: int, max_full: int | None = None) -> None:
-        """Allocate the fused step's buffers now, so that no step has to: for calls of up to
-        `max_rows` rows, `max_full` of them drafting (None: all).
+        """Allocate the fused step's buffers, so that no step has to, for up to `max_rows` rows, of
+        which up to `max_full` draft (None: all).
         """
         if self._has_fused_step:
             weights, cache_PLSD = self.model.weights, self.model.cache.cache_PLSD
@@ -100,8 +98,7 @@ class MtpModule:
     def write_entries(
         self, batch: PrefillBatch, hidden_TD: Tensor, before: Sequence[Tensor | None]
     ) -> None:
-        """Write the entries of a prefill batch's tokens. Each rank does so without any exchange.
-
+        """Write the entries of a prefill batch's tokens, without any exchange between ranks.
         `hidden_TD`: the model's states of all these tokens after the last norm. `before`: for each
         span the state [D] of the token before it; None: unknown, or unused because the span begins
         a block.
@@ -115,8 +112,8 @@ class MtpModule:
     def write_rows(
         self, tokens_T: Tensor, positions_T: Tensor, block_table_TM: Tensor, hidden_TD: Tensor
     ) -> None:
-        """Write each row's entry at its position, without any exchange; see `draft`. Tokens,
-        positions and table may be on the CPU.
+        """Write each row's entry at its position, without any exchange between ranks; arguments as
+        in `draft`. Tokens, positions and table may be on the CPU.
         """
         device = hidden_TD.device
         tokens_T, positions_T = tokens_T.to(device), positions_T.to(device)
@@ -142,12 +139,11 @@ class MtpModule:
     ) -> tuple[Tensor, Tensor]:
         """Write each row's entry at its position, and draft with the first `num_full` rows. Return
         (logits [num_full, V] for the token after theirs, hidden [num_full, D] after the module's
-        last norm, the input of a further draft).
-
-        `hidden_TD`: the state of the position before each row's, zeros at a block's first position.
-        With a `comm` all ranks make this call together, even without rows. The results may be views
-        that the next call overwrites. Raises ValueError, before any write, if a row should draft at
-        position 0 or `num_full` exceeds the rows.
+        last norm, the input of a further draft). `hidden_TD`: the state of the position before each
+        row's, zeros at a block's first position. With a `comm` all ranks make this call together,
+        even without rows. The results may be views that the next call overwrites. Raises
+        ValueError, before any write, if a row should draft at position 0 or `num_full` is not
+        between 0 and the number of rows.
         """
         num_rows = len(tokens_T)
         if not 0 <= num_full <= num_rows:
@@ -160,7 +156,7 @@ class MtpModule:
             raise ValueError("a row is to draft at position 0, before which there is no token.")
         rows = tokens_T, positions_T, block_table_TM
         full, others = slice(num_full), slice(num_full, None)
-        # Write these before any row attends: a drafting row's sequence may need them.
+        # Write these entries first: drafting rows of the same sequence may attend to them.
         if num_rows > num_full:
             self._write(self._batch(*(part[others] for part in rows)), hidden_TD[others])
         batch = self._batch(*(part[full] for part in rows)) if num_full else None
@@ -169,7 +165,7 @@ class MtpModule:
     def _through_layer(
         self, batch: DecodeBatch | None, seen_TD: Tensor, recorder: Recorder | None
     ) -> tuple[Tensor, Tensor]:
-        """Return (logits, hidden states) of drafting rows. Without rows, only join the exchanges."""
+        """Return (logits, hidden states) of drafting rows; without rows, only join the exchanges."""
         recorder = recorder if recorder is not None else Recorder()
         weights, config, comm = self.model.weights, self.model.config, self.model.comm
         if batch is None:
@@ -228,17 +224,15 @@ class MtpModule:
 
 
 def _without_block_starts(hidden_TD: Tensor, positions_T: Tensor) -> Tensor:
-    """Return the states before these positions, with zeros where a block begins."""
+    """Return `hidden_TD` with zeros in rows of positions where a block begins."""
     return hidden_TD.masked_fill((positions_T % BLOCK_TOKENS == 0)[:, None], 0.0)
 
 
 @torch.inference_mode()
 def right_drafts(module: MtpModule, tokens: Sequence[int], first: int) -> Tensor:
     """Return for each token from `first` on whether its draft equals the model's own choice, as
-    bool. The drafts are those of a decode rank.
-
-    `first` is at least 2, the first token that can be drafted. Blocks 1, 2, ... of the cache are
-    overwritten. Raises ValueError unless `first` is between 2 and the last token.
+    bool. The drafts are those of a decode rank. Overwrites blocks 1, 2, ... of the cache. Raises
+    ValueError unless `first` is between 2, the first token that can be drafted, and the last token.
     """
     if not 2 <= first < len(tokens):
         raise ValueError(

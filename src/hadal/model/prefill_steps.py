@@ -1,8 +1,8 @@
 """Prefill steps of one rank: one forward pass over chunks of prompts, the first tokens after
 complete prompts, and the MTP module's entries.
 
-Independent of requests, the wire and peers. A slot of the sampler is a chunk that draws a token, for
-one step.
+Independent of requests, the wire and peers. Each chunk that draws a token uses a slot of the sampler
+for that step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hadal.model.sampler import NOTHING_DRAWN, Drawn, Sampler
 from hadal.overlap.plan import schedule_named
 
 TAILS = 4
-"""Prompts with a last hidden state kept between chunks, per chunk that may draw in a step."""
+"""Number of prompts with a stored last hidden state, per sampler slot."""
 
 
 class PrefillSteps:
@@ -38,7 +38,7 @@ class PrefillSteps:
         module: MtpModule | None,
         new_sampler: Callable[[], Sampler],
     ) -> None:
-        """`max_slots`: most chunks of a step that draw a token. `module` None: no MTP entries."""
+        """`max_slots`: most chunks per step that draw a token. `module` None: write no MTP entries."""
         self._model = model
         self._max_slots = max_slots
         self._module = module
@@ -88,8 +88,8 @@ class PrefillSteps:
             recorder,
             on_hidden=see if is_seen else None,
         )
-        # These blocks must be published before the step is reported as done: then they may be
-        # pulled, found and stored.
+        # Publish written blocks before the step is reported as done: from then on decode units,
+        # prefix look-ups and the disk cache use them.
         written = sorted({block_id for chunk in chunks for block_id in _written_blocks(chunk)})
         if not keys:
             cache.publish(written)
@@ -133,8 +133,8 @@ class PrefillSteps:
     def _write_first_entries(
         self, chunks: Sequence[Chunk], tokens: np.ndarray, tails: PromptTails
     ) -> None:
-        """Write the MTP entries of the tokens just drawn, if the prompt's last block has space for
-        them: decode receives that block unchanged.
+        """Write the MTP entry of each drawn token if the prompt's last block has space for it:
+        decode expects it in that block.
         """
         ends = np.array([chunk.start + len(chunk.tokens) for chunk in chunks])
         hidden = torch.stack(tails.behind(chunks))
@@ -167,5 +167,5 @@ class PrefillSteps:
 
 
 def _written_blocks(chunk: Chunk) -> tuple[int, ...]:
-    """Return the blocks of the chunk's own tokens."""
+    """Return the ids of the blocks that contain the chunk's own tokens."""
     return chunk.block_ids[chunk.start // BLOCK_TOKENS :]

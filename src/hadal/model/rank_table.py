@@ -1,10 +1,10 @@
-"""Copy of the leader's table on a decode rank: one row per occupied slot, packed, in preallocated
-arrays.
+"""A decode rank's copy of the scheduler's (leader's) table: one row per occupied slot, packed, in
+preallocated arrays.
 
 The leader sends only differences; the rank itself advances every row that it computes. Rows of the
-step come first, then rows that rest in this step or drew a stop id, so that a step reads prefixes
-of the arrays. Otherwise the order of rows is arbitrary. Shapes: B rows of the step, M blocks of a
-request.
+step come first; then rows that rest (are not computed in this step) or drew a stop id. So a step
+reads prefixes of the arrays. Otherwise the order of rows is arbitrary. Shapes: B rows of the step,
+M blocks of a request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RankTable:
         self._tokens = np.zeros(max_slots, np.int64)
         self._positions = np.zeros(max_slots, np.int64)
         self._rooms = np.zeros(max_slots, np.int64)
-        # Unset entries are the scratch block, so that a step past the last block damages no KV.
+        # Unset entries are the scratch block: a write past a row's last block damages no KV.
         self._blocks = np.full((max_slots, max_blocks), SCRATCH_BLOCK, np.int32)
 
     def note_ends(self, slots_N: np.ndarray, tokens_N: np.ndarray) -> bool:
@@ -141,17 +141,17 @@ class RankTable:
 
     @property
     def rooms_B(self) -> np.ndarray:
-        """Number of positions that each row's blocks can hold."""
+        """Number of positions that fit into each row's blocks, at most the model's maximum."""
         return self._rooms[: len(self)]
 
     def table_BM(self, last_position: int) -> Tensor:
-        """Return the rows' blocks, int32 [B, M], with M as large as this position needs."""
+        """Return the rows' block ids, int32 [B, M], up to the block of `last_position`."""
         num_blocks = min(last_position // BLOCK_TOKENS + 1, self._blocks.shape[1])
         return torch.from_numpy(np.ascontiguousarray(self._blocks[: len(self), :num_blocks]))
 
     def split(self, second: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of the two micro-batches. `second`: slots of the second one. Raises
-        ValueError for a slot that is not occupied.
+        """Return (rows of the first, rows of the second micro-batch). `second`: slots of the second
+        micro-batch. Raises ValueError for a slot that is not occupied.
         """
         self._check_occupied(second, "of the second micro-batch")
         is_second = np.zeros(len(self._row_of_slot), np.bool_)
@@ -168,14 +168,13 @@ class RankTable:
         return min(num_blocks * BLOCK_TOKENS, self._max_positions)
 
     def advance(self, tokens_B: np.ndarray, num_drawn_B: np.ndarray) -> None:
-        """Advance every row of the step by `num_drawn_B` tokens. `tokens_B`: the last one of each,
-        which the next step feeds.
+        """Advance every row of the step by `num_drawn_B` tokens. `tokens_B`: each row's last drawn
+        token.
         """
         num_rows = len(self)
         self._tokens[:num_rows] = tokens_B
         positions = self._positions[:num_rows]
-        # A row that ended at the context's limit may be stepped once more before its leave
-        # arrives.
+        # A row that ended at the context limit may be stepped once more before its leave arrives.
         np.minimum(positions + num_drawn_B, self._max_positions - 1, out=positions)
 
     def full_blocks(self, rows: np.ndarray, num_before_B: np.ndarray) -> set[int]:

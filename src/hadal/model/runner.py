@@ -1,10 +1,9 @@
-"""Runner of one rank: executes step plans on a model, one at a time, and answers each with its
-tokens.
+"""Runner of one rank: executes step plans on a model, one at a time, and returns the drawn tokens.
 
-Independent of requests and of the wire. A failed step is answered with its error; it does not end
-the running thread, except when the device's context is lost. In a unit of many ranks all ranks
-execute every plan together, even ranks without work. A failure on one ends the formation, and every
-step fails at once until a FormPlan has formed the next one.
+Independent of requests and of the wire. A failed step returns its error; the thread goes on, unless
+the device's context is lost. In a unit of several ranks all ranks execute every plan together, even
+ranks without work. If one rank fails, the formation ends, and further steps fail immediately until
+a FormPlan has formed the unit again.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class ModelRunner:
         def new_sampler() -> Sampler:
             return Sampler(max_slots, vocab_size, device, grammars)
 
-        # Each has its own sampler, because slot numbers differ in meaning between prefill and decode.
+        # Prefill and decode have separate samplers, because their slot numbers differ in meaning.
         self._prefill = PrefillSteps(model, max_slots, module, new_sampler)
         self._decode = DecodeSteps(
             model,
@@ -75,8 +74,9 @@ class ModelRunner:
         self._is_stepping = False
 
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
-        """Run one step or form. After an error the leader gives back every request of the step,
-        otherwise only those in `failed`. Raises AcceleratorError if the device's context is lost.
+        """Run a step or a FormPlan. If the answer has an error, the leader fails all requests of
+        the step, otherwise only those in `failed`. Raises AcceleratorError if the device's context
+        is lost.
         """
         if isinstance(plan, FormPlan):
             return self._form(plan)
@@ -98,7 +98,7 @@ class ModelRunner:
             )
             keys, drawn = run
         except torch.AcceleratorError:
-            # The device's context is lost with all its memory; only a new process gets a new one.
+            # The device's context and memory are lost; only a new process gets a new context.
             raise
         except Exception as error:
             log_failure(f"step {plan.step_id} failed", error)
@@ -130,7 +130,7 @@ class ModelRunner:
         )
 
     def abort(self) -> None:
-        """End the present formation. A single rank has no peers to wait for, so nothing happens."""
+        """End the current formation. Does nothing for a single rank, which never waits for peers."""
         if self._membership is not None:
             self._membership.abort()
 
@@ -140,7 +140,7 @@ class ModelRunner:
 
     @property
     def num_ops(self) -> int:
-        """Ops begun since the process started. Readable from any thread, like the next two."""
+        """Number of ops begun since the process started. Readable from any thread."""
         return self._progress.num_ops
 
     @property

@@ -1,11 +1,10 @@
-"""Sampler of a rank: draws the next token of every row of a batch. Per-slot state is in
-preallocated arrays.
+"""Sampler of a rank: draws the next token of every row of a batch, with per-slot state in arrays.
 
 Independent of requests: a slot gets its sampling parameters at `join`. The draw at output index i
 depends only on (seed, i) and the row's logits, so batch composition, retries, preemption and drafts
 never change it. The rules of the draw are in `hadal.reference.sampling`.
 
-Shapes: B slots, R rows of all of them, N drawn tokens, V vocabulary.
+Shapes: B slots, R rows of all slots, N drawn tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from hadal.reference.sampling import (
 from hadal.tokens.grammars import Grammars
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures up to this value are greedy: dividing by them would overflow."""
+"""Temperatures up to this value mean greedy: dividing logits by them could overflow."""
 _REASONS = {
     NOT_FINITE: f"{plans.NOT_FINITE}: its logits are infinite or no numbers",
     NOTHING_LEFT: f"{NO_TOKEN}: logit_bias, penalties, and stop ids before min_tokens leave none",
@@ -52,17 +51,17 @@ class Drawn:
     rows: np.ndarray
     """Row from which each token was drawn."""
     draws: dict[int, Draw] = field(default_factory=dict)
-    """Index of a token -> its log-probabilities, if requested."""
+    """Index into `tokens` -> log-probabilities at that token, if requested."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Slot -> reason why no token could be drawn."""
+    """Slot (in prefill: chunk) -> reason why no token could be drawn."""
     scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
     """Chunk -> log-probabilities and ranks of its prompt tokens, if requested."""
     drafts: Compared = ()
 
 
 def joined(passes: Sequence[Drawn]) -> Drawn:
-    """Join the tokens of successive passes into one step's. `num_B` and `rows` are concatenated,
-    with row numbers of each pass.
+    """Join the results of successive passes of one step. `num_B` and `rows` are concatenated; row
+    numbers stay those of their pass.
     """
     if len(passes) == 1:
         return passes[0]
@@ -76,7 +75,7 @@ def joined(passes: Sequence[Drawn]) -> Drawn:
             for first, each in zip(ahead, passes, strict=False)
             for index, draw in each.draws.items()
         },
-        # Keep a slot's first failure: its later draws start from an invalid token.
+        # Keep a slot's first failure: its later draws follow an invalid token.
         {slot: reason for each in reversed(passes) for slot, reason in each.failed.items()},
         drafts=summed(each.drafts for each in passes),
     )
@@ -102,7 +101,7 @@ class Sampler:
         self._slots = np.zeros(num_slots, SLOT)
         self._bias: dict[int, np.ndarray] = {}
         self._masks = None if grammars is None else SlotMasks(grammars)
-        # Its token counts, for all slots, are allocated when the first slot with a penalty joins.
+        # The first slot with a penalty makes the table allocate its token counts, for all slots.
         self._table = SlotTable(self._slots, np.empty(0, TOKEN_VALUE))
 
     def join(
@@ -145,18 +144,18 @@ class Sampler:
             self._masks.join(slot, sampling.grammar, output)
 
     def leave(self, slot: int) -> None:
-        """Drop the slot's bias and grammar, which only some slots have."""
+        """Drop the slot's bias and grammar, if it has any."""
         self._set_bias(slot, self._table.bias[:0])
         self._leave_grammar(slot)
 
     @property
     def has_grammars(self) -> bool:
-        """True if any slot has a grammar, so that `begin` saves time."""
+        """True if any slot has a grammar."""
         return self._masks is not None and len(self._masks) > 0
 
     def begin(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> None:
-        """Start to compute the grammar masks of rows for a later `draw`, during their forward pass.
-        Without this call `wait` starts it.
+        """Start computing the rows' grammar masks in the background, during their forward pass. If
+        this was not called, `wait` does.
         """
         if self._masks is not None and self.has_grammars:
             self._masks.begin(slots_B, num_B, fed_R)
@@ -172,9 +171,7 @@ class Sampler:
     def masks(
         self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray, recorder: Recorder
     ) -> RowMasks | None:
-        """Return the rows' grammar masks, mostly computed during the forward pass, and record the
-        wait for them; None if no slot has a grammar.
-        """
+        """Return the result of `wait`, and record its time; None if no slot has a grammar."""
         if not self.has_grammars:
             return None
         recorder.begin(plans.MASK)
@@ -190,15 +187,15 @@ class Sampler:
         fed_R: np.ndarray | None = None,
         masks: RowMasks | None = None,
     ) -> Drawn:
-        """Draw for each slot from its row, or from its `num_B` adjacent rows, which were fed
-        `fed_R`. A slot's rows are used in order, as long as the drawn token equals the one fed to
-        the next row. Advances the slots by their drawn tokens. `masks`: result of `wait` for the
+        """Draw for each slot from its row, or from its `num_B` adjacent rows. `fed_R`: input token
+        of each row. A slot's rows are used in order, as long as the drawn token equals the next
+        row's input. Advances the slots by their drawn tokens. `masks`: result of `wait` for the
         same rows. Raises ValueError if a slot occurs twice.
         """
         if num_B is None:
             num_B = np.ones(len(slots_B), np.int64)
         if fed_R is None:
-            fed_R = num_B  # Any values do: with one row per slot, nothing is compared.
+            fed_R = num_B  # Any values will do: with one row per slot, no inputs are compared.
         num_drawn_B, at_N, rows_N, best_NK = sample(
             logits_RV, slots_B, num_B, fed_R, self._table, masks
         )
@@ -233,7 +230,7 @@ class Sampler:
             self._masks.leave(slot)
 
     def _known(self, bias: Iterable[tuple[int, float]]) -> np.ndarray:
-        """Return the pairs within the vocabulary. Other ids are never drawn anyway."""
+        """Return the pairs with ids within the vocabulary; other ids are never drawn."""
         return np.array([pair for pair in bias if 0 <= pair[0] < self._vocab_size], TOKEN_VALUE)
 
     def _set_bias(self, slot: int, bias: np.ndarray, num_forbidden: int = 0) -> None:
