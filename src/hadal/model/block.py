@@ -41,9 +41,7 @@ class MicroBatch:
     """Residual stream."""
     comm: ExpertComm | None = None
     final_layer: int | None = None
-    """Last layer's index: after its KV is written only rows that need logits continue. None: all
-    do.
-    """
+    """Layer in which rows that need no logits stop once their KV is written; None: no row stops."""
     queries: mla.Queries | None = None
     entries_TD: Tensor | None = None
     """New cache entry of each token."""

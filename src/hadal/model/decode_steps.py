@@ -1,8 +1,6 @@
 """Decode steps of one rank: draw a token for every slot of its table, and verify and draft
-speculative tokens.
-
-Independent of requests and of the wire. A rank with peers also runs steps without rows, because all
-ranks of a unit step together.
+speculative tokens. Independent of requests and of the wire. A rank with peers also runs steps
+without rows, because all ranks of a unit step together.
 """
 
 from __future__ import annotations
@@ -150,8 +148,8 @@ class DecodeSteps:
         self._drafter.write(table.slots_B[rows], ends_B[rows], table_NM)
 
     def _clear_table(self) -> None:
-        """Write the missing MTP entries, then clear the table, which also clears the record of
-        missing entries. Entries that cannot be written make drafts worse, but change no token.
+        """Write the missing MTP entries, then clear the table and with it the record of missing
+        entries. Unwritten entries make drafts worse, but change no token.
         """
         table = self._table
         table.rest(())

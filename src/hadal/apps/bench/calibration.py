@@ -1,7 +1,6 @@
-"""Queries to a server before a load: its model, its tokens per word, and whether it accepts
-ignore_eos.
+"""Queries to a server before a load: its model, its tokens per word, and if it accepts ignore_eos.
 
-Reads the usage of two small requests. Does not depend on the load that follows.
+Reads the token usage of two small requests. Does not depend on the load that follows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hadal.apps.bench.request import BenchError, Target
 from hadal.apps.bench.texts import TOKENS_PER_WORD, WORDS, Texts
 
 _TRIED = (1, 3)
-"""Numbers of times that all words occur in the prompts of a calibration."""
+"""Repetitions of the whole word list in the first and in the second prompt."""
 
 
 async def first_model(client: httpx.AsyncClient, url: str) -> str:
@@ -32,7 +31,7 @@ async def first_model(client: httpx.AsyncClient, url: str) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Results of two small requests."""
+    """Results of the two small requests, and the requests of a load made with them."""
 
     target: Target
     texts: Texts
@@ -46,8 +45,7 @@ class Calibration:
 
 async def calibrate(client: httpx.AsyncClient, target: Target, texts: Texts) -> Calibration:
     """Measure the tokens per word and the tokens that a template adds, and find out whether answers
-    can be forced to their full length. Raises BenchError if the server answers none of the
-    requests.
+    can be forced to their full length. Raises BenchError if a request fails.
     """
     notes, counts = [], []
     going_on = replace(target, ignores_eos=True)

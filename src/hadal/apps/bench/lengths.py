@@ -28,7 +28,7 @@ _LENGTHS = (
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution of token counts, made by `parse_lengths`."""
+    """Distribution of token counts, made by `parse_lengths`. `first`, `second`: its parameters."""
 
     kind: str
     first: float
@@ -78,7 +78,7 @@ class BenchAsk:
     tokens_in: int
     tokens_out: int
     parts: tuple[int, ...] = ()
-    """Ids of its 512-token parts, if the trace has them: equal ids mean equal text."""
+    """Ids of the prompt's 512-token parts, if the trace has them: equal ids mean equal text."""
 
 
 @dataclass(frozen=True)

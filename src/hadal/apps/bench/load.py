@@ -1,10 +1,8 @@
-"""Load for a server with OpenAI's API: levels of request rates, of concurrency, or of a trace's
-times.
-
-Open load arrives at its own times, whether earlier requests have finished or not (Poisson, or a
-trace's times). Latency counts from when a request was due, so that a late client hides nothing.
-Closed load keeps a fixed number of requests open, each followed by the next. Does not depend on the
-API or the making of prompts.
+"""Load for a server with OpenAI's API. A level is a request rate, a concurrency or a trace's speed.
+Open load sends requests at given times (Poisson, or a trace's), even if earlier ones have not
+finished. Latency counts from a request's due time, so that a late client hides no delay. Closed
+load keeps a fixed number of requests open, each followed by the next. Does not depend on the API or
+the making of prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from hadal.apps.bench.request import BenchError, Sample, Target, client_for, mea
 from hadal.apps.bench.texts import Texts
 
 MAX_OPEN = 4096
-"""Maximum number of open requests of an open load; a request due beyond it counts as an error (FULL)."""
+"""Maximum number of open requests of an open load; further due requests count as errors (FULL)."""
 FULL = f"not sent: {MAX_OPEN} requests were open"
 LATE = "not sent: this client was late by more than --timeout"
 STOPPED = "stopped"
@@ -33,15 +31,15 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True)
 class Level:
-    """One load level: its kind and value."""
+    """One load level."""
 
     kind: str
-    """"rate", "concurrency" or "trace"."""
+    """"rate" (`value` in requests/s), "concurrency" (open requests) or "trace" (speed-up)."""
     value: float
 
     @property
     def name(self) -> str:
-        """Name in tables."""
+        """Name of the level in tables."""
         return {
             "rate": f"{self.value:g}/s",
             "concurrency": f"{self.value:g} at once",
@@ -51,7 +49,7 @@ class Level:
     def arrivals(
         self, rng: Generator, trace: TraceLoad | None, end_s: float, num_max: int
     ) -> Iterator[float]:
-        """Yield the times at which requests of an open load are due."""
+        """Yield an open load's due times before `end_s`, in seconds after its start."""
         if self.kind == "trace":
             assert trace is not None
             times: Iterator[float] = (at_s / self.value for at_s in trace.at_s)
@@ -72,23 +70,23 @@ def _poisson(rng: Generator, rate: float) -> Iterator[float]:
 
 @dataclass
 class LevelRun:
-    """Samples of a level so far."""
+    """Samples of a running or completed level."""
 
     level: Level
     samples: list[Sample] = field(default_factory=list)
     num_open: int = 0
     elapsed_s: float = 0.0
-    """Time from the level's start to the last end, or to now; for a completed rate level, at least
-    its whole duration.
+    """Time from the level's start to the last end (to now while it runs); of a completed rate level
+    at least its duration.
     """
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Duration, number and lengths of each level's requests."""
+    """Duration of each level, and number and lengths of its requests."""
 
     duration_s: float
-    """Time after a level's start in which requests are sent."""
+    """Time after a level's start during which requests are sent."""
     num_requests: int
     """Largest number of requests per level."""
     tokens_in: Lengths
@@ -97,7 +95,7 @@ class LoadPlan:
     seed: int = 0
 
     def asks(self, rng: Generator) -> Iterator[BenchAsk]:
-        """Yield requests without end; those of a trace repeat."""
+        """Yield requests without end: a trace starts again from its first request."""
         while True:
             if self.trace is not None:
                 yield from self.trace.asks
@@ -109,7 +107,7 @@ class LoadPlan:
 async def warm_up(
     client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, num_requests: int
 ) -> None:
-    """Send requests that are not counted, all at once. Raises BenchError if none is answered."""
+    """Send requests in parallel that are not measured. Raises BenchError if none is answered."""
     asks = plan.asks(np.random.default_rng([plan.seed, 1 << 20]))
     samples = [Sample(0.0) for _ in range(num_requests)]
     await asyncio.gather(
@@ -130,7 +128,7 @@ async def run_level(
     client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, number: int, run: LevelRun
 ) -> None:
     """Run level `number` until its duration or number of requests is reached. Samples are added to
-    `run` as requests start, so they are there after a cancellation, too.
+    `run` as requests start, so that they remain after a cancellation.
     """
     rng = np.random.default_rng([plan.seed, number])
     asks, start_s = plan.asks(rng), time.monotonic()
@@ -171,7 +169,7 @@ async def run_level(
                 else:
                     tasks.create_task(send(due_s))
     if run.level.kind == "rate" and len(run.samples) < plan.num_requests:
-        # Time without arrivals was offered load, too.
+        # The rate includes time without arrivals at the level's end.
         run.elapsed_s = max(run.elapsed_s, plan.duration_s)
 
 
@@ -185,8 +183,8 @@ async def run_levels(
     notes: list[str],
     tell: Callable[[str, float], None],
 ) -> str:
-    """Run all levels in turn, and fill `runs` and `notes`. `tell` is called with the progress and
-    the elapsed seconds of load. Return the model's name. Raises BenchError.
+    """Run all levels in turn, fill `runs` and `notes`, and return the model's name. `tell` is
+    called with the progress and the elapsed seconds of load. Raises BenchError.
     """
     async with client_for(target) as client:
         tell("connecting to the server", 0.0)

@@ -1,7 +1,7 @@
-"""Page of `hadal bench`, made from the object in bench.json alone.
+"""Page of `hadal bench`, made from bench.json alone.
 
-The words are in `templates/bench.html`; style and script are those of the daily report. Every chart
-has its figures in a table beside it.
+The words are in `results/templates/bench.html`; style and script are those of the daily report. A
+table on the page has the figures of every chart.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _names(levels: Sequence[Row]) -> list[str]:
 
 
 def _by_level(levels: Sequence[Row], key: str, label: str) -> Figure | None:
-    """Return a chart of a time's percentiles, one line each, over the levels in their order."""
+    """Return a line chart of a time's percentiles over the levels; None if no level has it."""
     if not any(mapping(level, key) for level in levels):
         return None
     data = [
@@ -99,7 +99,7 @@ def _by_level(levels: Sequence[Row], key: str, label: str) -> Figure | None:
 
 
 def _served(levels: Sequence[Row]) -> Figure | None:
-    """Return a bar chart of requests per second: all, and within every SLO."""
+    """Return a bar chart of requests per second: all answered ones, and the ones within every SLO."""
     if not any(number(level, "requests_per_s") for level in levels):
         return None
     series = [("answered", "--prefill", [number(level, "requests_per_s") for level in levels])]
@@ -130,7 +130,7 @@ def _served(levels: Sequence[Row]) -> Figure | None:
 
 
 def _curves(levels: Sequence[Row], key: str, label: str) -> Figure | None:
-    """Return a chart with one distribution function per level."""
+    """Return a chart with the level's cumulative distribution as one line each."""
     data = []
     for index, level in enumerate(levels):
         values = numbers(level, key)

@@ -1,9 +1,9 @@
-"""Streamed request to a server with OpenAI's API, and the times of its text.
+"""Streamed request to a server with OpenAI's API, with the times at which text arrived.
 
     sample = Sample(due_s=0.0)
     await measure(client, target, target.body(prompt, 100, is_streamed=True), sample, now)
 
-`Sample` has the measurements, also if the request failed. Depends on the API's streams only, not on
+`Sample` has the measurements, even if the request failed. Depends on the API's streams only, not on
 the schedule of requests or the making of prompts.
 """
 
@@ -22,16 +22,16 @@ from httpx_sse import EventSource, SSEError
 from hadal.core.errors import HadalError
 
 STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-"""Fields of a body for a streamed answer, with its usage at the end."""
+"""Body fields that request a streamed answer with its token usage at the end."""
 
 
 class BenchError(HadalError):
-    """A server cannot be measured, with the reason."""
+    """Error: the server cannot be measured; the text says why."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """Times and counts of one request. Times are seconds of the caller's clock."""
+    """Times (seconds of the caller's clock) and counts of one request."""
 
     due_s: float
     sent_s: float = 0.0
@@ -47,7 +47,7 @@ class Sample:
     tokens_out: int | None = None
     tokens_cached: int | None = None
     error: str = ""
-    """Kind of the error; empty if none."""
+    """Kind of the error; empty if the request succeeded."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Target:
 
     @property
     def path(self) -> str:
-        """Return the endpoint's path after /v1."""
+        """Path of the endpoint after /v1."""
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
     def body(self, prompt: str, tokens_out: int, *, is_streamed: bool) -> dict[str, Any]:
-        """Return a request's body."""
+        """Return the JSON body of a request with this prompt."""
         fields: dict[str, Any] = {"model": self.model, "max_tokens": tokens_out}
         if self.endpoint == "chat":
             fields["messages"] = [{"role": "user", "content": prompt}]
@@ -83,7 +83,7 @@ class Target:
 def client_for(
     target: Target, transport: httpx.AsyncBaseTransport | None = None
 ) -> httpx.AsyncClient:
-    """Return a client without a limit on connections. `transport`: replacement for httpx's own."""
+    """Return a client without a limit on connections. `transport`: replaces httpx's, for tests."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     return httpx.AsyncClient(
         transport=transport,
@@ -94,7 +94,7 @@ def client_for(
 
 
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "text", "token_ids")
-"""Fields of a piece that contain tokens. Servers send ids if the body asks for them."""
+"""Fields of a streamed piece that contain tokens."""
 
 
 async def measure(
@@ -125,7 +125,7 @@ async def measure(
 
 
 async def _follow(reply: httpx.Response, sample: Sample, now: Callable[[], float]) -> None:
-    """Read a stream to its end."""
+    """Read a stream to its end, and store times and usage in `sample`."""
     is_done = False
     try:
         async with aclosing(EventSource(reply).aiter_sse()) as events:
@@ -171,7 +171,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _code(error: Any) -> str:
-    """Return a short name of an error: its code, else its type."""
+    """Return an error's code, or else its type, cut to 60 characters."""
     if not isinstance(error, dict):
         return "error"
     return str(error.get("code") or error.get("type") or "error")[:60]

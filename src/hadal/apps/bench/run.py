@@ -1,4 +1,4 @@
-"""Execution of `hadal bench`: from its options to the printed and written results."""
+"""Execution of `hadal bench`, from its options to the printed and written results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hadal.results.values import compact, duration, mapping, number, percent, pl
 
 EXIT_NOTHING, EXIT_STOPPED = 1, 130
 LATE_S = 0.05
-"""Largest p99 lateness of the client; above it the client distorts results, and a note says so."""
+"""Largest p99 lateness of this client, seconds. Above it a note says that results are distorted."""
 SPREADS = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
 
 
@@ -46,11 +46,11 @@ class BenchOptions:
     out: Path | None
     as_json: bool
     words: Mapping[str, Any]
-    """Lengths as written on the command line."""
+    """Option values as written on the command line, for bench.json."""
 
 
 def run(asked: BenchOptions) -> int:
-    """Measure, print, write; return the exit code. Raises BenchError, ValueError."""
+    """Measure, print and write; return the exit code. Raises BenchError and ValueError."""
     if asked.out is not None:
         check_folder(asked.out)
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if asked.seed is None else asked.seed

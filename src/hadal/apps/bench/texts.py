@@ -1,7 +1,5 @@
-"""Prompts of a chosen length, made of common English words.
-
-The server's tokenizer decides how many tokens a word has; a calibration measures it
-(bench/calibration). Does not depend on a server.
+"""Prompts of a chosen length, made of common English words. `bench/calibration` measures how many
+tokens a word has. Does not depend on a server.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ first then do any like my now over such our man me even most made after also wel
 before back see through way where get much go good down day long little great people year work
 life hand part old house place small found still between name should home big give air line set
 own under read last never us left end along while might next sound below saw both few
-""".split()  # noqa: SIM905  # A list would be a line a word.
+""".split()  # noqa: SIM905 # A list would take a line per word.
 TOKENS_PER_WORD = 1.3
-"""Tokens of an English word at common tokenizers, for servers that report no prompt tokens."""
+"""Typical tokens per English word, used if the server does not report prompt tokens."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Maker of prompts of about a wanted length. Equal seeds and numbers give equal words."""
+    """Generator of prompts of about a wanted length. Equal seeds and numbers give equal words."""
 
     seed: int
     tokens_per_word: float = TOKENS_PER_WORD
@@ -37,11 +35,11 @@ class Texts:
     num_shared: int = 0
     """Length in tokens of the prefix shared by all prompts."""
     part_tokens: int = MOONCAKE_PART_TOKENS
-    """Tokens per part of a trace, scaled like its lengths."""
+    """Tokens per part of a trace, multiplied by the same scale as its lengths."""
 
     def prompt(self, ask: BenchAsk, number: int) -> str:
-        """Return the text of the request with this number. It shares only the prefix and equal
-        parts with other prompts.
+        """Return the text of the request with this number. Prompts share only the common prefix and
+        equal parts.
         """
         left = max(1, round((ask.tokens_in - self.tokens_around) / self.tokens_per_word))
         words: list[str] = []

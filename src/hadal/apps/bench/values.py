@@ -1,9 +1,9 @@
-"""Measurements of `hadal bench` as one object, `bench.json`, from which the table and the page are made.
+"""Measurements of `hadal bench` as one object, `bench.json`: the source of its tables and page.
 
     summary(...) -> {"url", "model", "levels": [{"name", "ttft_s": {"p50": ...}, ...}], ...}
 
-A failed request counts in `errors` only; one stopped by Ctrl-C is not counted. Unknown values are
-None. Works on samples; does not depend on sockets.
+A failed request counts in `errors` only; a request stopped by Ctrl-C is not counted. Unknown values
+are None. Works on samples; does not depend on sockets.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _UNITS_S = {"s": 1.0, "ms": 1e-3}
 
 
 def ttft_s(sample: Sample) -> float | None:
-    """Return the time from when the request was due to its first text."""
+    """Return the time from the request's due time to its first text; None without text."""
     return None if sample.first_s is None else sample.first_s - sample.due_s
 
 
 def tpot_s(sample: Sample) -> float | None:
-    """Return the mean time per token after the first piece of text, which is taken to be one token."""
+    """Return the mean time per token after the first piece of text, assumed to be one token."""
     if sample.first_s is None or sample.last_s is None:
         return None
     num = sample.num_pieces if sample.tokens_out is None else sample.tokens_out
@@ -41,12 +41,12 @@ def tpot_s(sample: Sample) -> float | None:
 
 
 def longest_gap_s(sample: Sample) -> float | None:
-    """Return the longest time between two pieces of text."""
+    """Return the longest time between two pieces of text; None with fewer than two."""
     return max(sample.gaps_s, default=None)
 
 
 def e2e_s(sample: Sample) -> float | None:
-    """Return the time from when the request was due to its end."""
+    """Return the time from the request's due time to its end."""
     return sample.end_s - sample.due_s
 
 
@@ -56,7 +56,7 @@ PROMISES: Mapping[str, Callable[[Sample], float | None]] = {
     "itl": longest_gap_s,
     "e2e": e2e_s,
 }
-"""Metric name -> its measurement of a sample, for the limits (SLOs) that a user may set."""
+"""Metric -> function that measures it on a sample, for the limits (SLOs) that a user may set."""
 
 
 def parse_promises(text: str) -> dict[str, float]:
@@ -78,13 +78,13 @@ def parse_promises(text: str) -> dict[str, float]:
 
 
 def kept(sample: Sample, promises: Mapping[str, float]) -> bool:
-    """Return whether an answered request met all SLOs; an SLO without a measurement counts as met."""
+    """Return whether an answered request met all SLOs; an unmeasured metric counts as met."""
     measured = ((PROMISES[name](sample), most_s) for name, most_s in promises.items())
     return all(value is None or value <= most_s for value, most_s in measured)
 
 
 def level_summary(run: LevelRun, promises: Mapping[str, float]) -> dict[str, Any]:
-    """Return a level's summary. Rates are over its `elapsed_s`."""
+    """Return a level's entry in bench.json. Rates are over its `elapsed_s`."""
     counted = [sample for sample in run.samples if sample.end_s and sample.error != STOPPED]
     done = [sample for sample in counted if not sample.error]
     errors = Counter(sample.error for sample in counted if sample.error)
@@ -127,7 +127,7 @@ def level_summary(run: LevelRun, promises: Mapping[str, float]) -> dict[str, Any
 
 
 def _sum(done: Sequence[Sample], name: str) -> int | None:
-    """Return the sum over all requests; None if the server did not report it for each."""
+    """Return the field's sum over all requests; None if the server left it out of any."""
     values = [getattr(sample, name) for sample in done]
     return sum(values) if values and all(isinstance(value, int) for value in values) else None
 
@@ -164,7 +164,7 @@ def summary(
     *,
     is_stopped: bool,
 ) -> dict[str, Any]:
-    """Return the whole object. `asked`: the command's options."""
+    """Return the object for bench.json. `asked`: options of the command, which it begins with."""
     return {
         **asked,
         "model": model,

@@ -1,5 +1,4 @@
-"""View of one answer on the chat page: thinking, text as Markdown, a card per tool call, and
-figures.
+"""View of one answer on the chat page: thinking, Markdown text, a card per tool call, figures.
 
 Depends on the answer's values only, not on the gateway or conversations.
 """
@@ -20,7 +19,7 @@ from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 from hadal.apps.console.conversation import ChatAnswer, ToolRun
 
 _MAX_SHOWN = 20_000
-"""Maximum number of characters shown of a tool's arguments or result."""
+"""Maximum number of characters shown of a tool call's arguments or result."""
 
 
 class AnswerView:
@@ -46,7 +45,7 @@ class AnswerView:
         self._shown_calls: list[tuple[str, str, str | None]] = []
 
     def say(self, note: str) -> None:
-        """Show a note before the answer arrives; empty hides it."""
+        """Show a note before the answer arrives; an empty note hides it."""
         self._note.set_text(note)
         self._note.set_visibility(bool(note))
 
@@ -108,8 +107,8 @@ _MARKDOWN = MarkdownIt("js-default", {"highlight": _coloured}).disable("image")
 
 
 def rendered(text: str) -> str:
-    """Return a model's text as HTML. HTML in the text is escaped. A code block is shown as one from
-    its first line, even before its end has arrived.
+    """Return a model's Markdown as HTML. HTML in the text is escaped. A code block is shown from
+    its first line on, even if its end has not arrived.
     """
     return str(_MARKDOWN.render(text))
 

@@ -1,6 +1,4 @@
-"""Requests of the pages to the gateway, over its HTTP API as any client: streamed answers, and the
-pages that the viewer's key may read.
-"""
+"""HTTP client of the pages for the gateway: streamed answers, and pages of values."""
 
 from __future__ import annotations
 
@@ -17,24 +15,24 @@ from hadal.core.errors import HadalError
 
 _CONNECT_S = 5.0
 _SILENCE_S = 120.0
-"""Silence, even without keep-alives, after which a request is given up."""
+"""Seconds without any byte, even a keep-alive, after which a request fails."""
 _PAGE_S = 5.0
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-"""Connection limits: every running answer needs a connection, however many pages are open."""
+"""No limit on connections, because every running answer needs one."""
 _BUSY = (429, 503)
-"""Statuses of a server that may have capacity later."""
+"""HTTP statuses after which a retry may succeed."""
 _MAX_AGAIN = 5
 _MAX_AGAIN_S = 60.0
-"""Longest wait for a busy server."""
+"""Longest Retry-After, in seconds, that is waited for; a longer one fails the request."""
 
 
 class AskError(HadalError):
-    """The gateway is unreachable or refuses; the text is for the user."""
+    """Error: the gateway is unreachable or refuses; the text is for the user."""
 
     def __init__(
         self, message: str, status: int = 0, param: str = "", again_s: float | None = None
     ) -> None:
-        """`again_s`: wait before a retry, from the gateway's Retry-After; None: none given."""
+        """`again_s`: wait before a retry, from the gateway's Retry-After; None: do not retry."""
         super().__init__(message)
         self.status = status
         self.param = param
@@ -61,7 +59,7 @@ class Asking:
         )
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections to the gateway."""
         await self._client.aclose()
 
     async def page(self, path: str, key: str, timeout_s: float = _PAGE_S, **query: str) -> bytes:
@@ -77,7 +75,7 @@ class Asking:
         return reply.content
 
     async def model(self, key: str) -> str:
-        """Return the name of the served model. Raises AskError."""
+        """Return the name of the first served model; empty if there is none. Raises AskError."""
         try:
             found = msgspec.json.decode(await self.page("/v1/models", key), type=_Models)
         except msgspec.MsgspecError as error:
@@ -105,7 +103,7 @@ class Asking:
 
 
 class ChatModel:
-    """Access of one page to the served model, with one key."""
+    """Access of one page to the served model, with the user's key."""
 
     def __init__(self, asking: Asking) -> None:
         self.name = ""
@@ -115,15 +113,15 @@ class ChatModel:
         self._key = ""
 
     async def knock(self, key: str) -> None:
-        """Use this key from now on. Raises AskError if the gateway refuses it."""
+        """Use this key for later requests. Raises AskError if the gateway refuses it."""
         self.name = await self._asking.model(key)
         self._key = key
 
     async def answer(
         self, body: dict[str, Any], say: Callable[[str], None]
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of an answer; retry after the wait that a busy gateway names. `say`
-        shows a note about it. Raises AskError.
+        """Yield the events of an answer; if the gateway is busy, retry after its Retry-After. `say`
+        shows a note during that wait. Raises AskError.
         """
         for num_tries in itertools.count():
             try:
@@ -139,7 +137,7 @@ class ChatModel:
                 say("")
 
     def refuses_tools(self, body: dict[str, Any], error: AskError) -> bool:
-        """Return whether a request failed because the model cannot call tools, and remember it."""
+        """Return True, and clear `can_call`, if a request failed because the model has no tools."""
         is_refused = "tools" in body and error.status == 400 and error.param.startswith("tool")
         self.can_call = self.can_call and not is_refused
         return is_refused

@@ -1,6 +1,4 @@
-"""Options of the charts in ECharts' format, with colours that are legible on light and dark
-background. Values in, values out.
-"""
+"""Options of the charts in ECharts' format, with colours for light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ PALETTE = (TEAL, AMBER, VIOLET, GREEN, RED, GREY, "#5c86c9", "#b87333")
 _TEXT, _LINE = "#85909a", "rgba(133,144,154,.22)"
 _FONT = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 _MAX_POINTS = 150
-"""Maximum number of points per line: a chart is a few hundred pixels wide, and more are slow to draw."""
+"""Maximum number of points per line: a chart has a few hundred pixels, and more points are slow."""
 
 Options = dict[str, Any]
 Values = Sequence[float | None]
@@ -77,7 +75,7 @@ def lines(
     most: float | None = None,
     colors: Sequence[str] = PALETTE,
 ) -> Options:
-    """Return series over the time of day. `most`: the upper end of the axis, if known."""
+    """Return a line chart over the time of day. `most`: end of the value axis; None: automatic."""
     every = max(1, math.ceil(len(times_s) / _MAX_POINTS))
     chart = _base()
     shown = [round(1000 * time_s) for time_s in times_s][::-1][::every][::-1]
@@ -112,8 +110,8 @@ def _rounded(value: float | None) -> float | None:
 
 
 def heat(rows: Sequence[Sequence[float]], most: float) -> tuple[int, str]:
-    """Return a map of loads as its canvas needs it: the number of columns, and one byte per cell,
-    255 for `most`, in base64.
+    """Return a map of loads for its canvas: the number of columns, and one byte per cell in base64,
+    255 for loads of `most` and above.
     """
     cells = np.asarray(rows, np.float64)
     levels = np.clip(np.round(255.0 / most * cells), 0, 255).astype(np.uint8)
@@ -123,7 +121,7 @@ def heat(rows: Sequence[Sequence[float]], most: float) -> tuple[int, str]:
 def bars(
     labels: Sequence[str], name_to_values: Mapping[str, Values], colors: Sequence[str]
 ) -> Options:
-    """Return groups of bars, each with a label."""
+    """Return a bar chart: a group of bars per label, with one bar per name."""
     chart = _base()
     chart["xAxis"] = _axis("category", data=list(labels), splitLine={"show": False})
     chart["yAxis"] = _axis("value", splitNumber=3)

@@ -1,7 +1,6 @@
 """Chat page: sends questions to the gateway, shows thinking, text and tool calls as they arrive,
-and stores conversations in the browser.
-
-One ChatPage is one open page. When it closes, only the browser's copy remains (apps/console/kept).
+and stores conversations in the browser. A ChatPage is one open page. When it closes, only the
+browser's copy remains (apps/console/kept).
 """
 
 from __future__ import annotations
@@ -25,20 +24,19 @@ from hadal.apps.console.kept import PIECE_CHARS, KeptChats
 from hadal.apps.console.shell import Door, TopBar, head, icon_button
 
 _SHOW_S = 0.06
-"""Time between two updates of a running answer; faster updates would not be noticed."""
+"""Seconds between two updates of a running answer; users would not notice faster updates."""
 _SHOW_CHARS_PER_S = 50_000
-"""Update rate for long answers: each update renders and sends the whole text, so long texts update
-less often.
+"""Limit on shown characters per second: each update sends the whole text, so long ones are rarer.
 """
 _MAX_ROUNDS = 8
-"""Maximum number of answers per turn; this stops a model that calls tools for ever."""
+"""Maximum number of answers per turn; it stops a model that calls tools for ever."""
 _KEEP_S = 1.0
 _KEEP_CHARS_PER_S = 250_000
 """Limit on stored characters per second: a running answer is stored every second, a long
 conversation less often.
 """
 _STORED_S = 1.0
-"""Longest wait for a browser to confirm that it stored an answer."""
+"""Longest wait, in seconds, for a browser to confirm that it stored an answer."""
 _IDEAS = ("What is 12 + 30?", "Spell the word harbour backwards.", "Sort 31, 4, 15, 9.")
 
 
@@ -52,7 +50,7 @@ class Composer:
         settings: Callable[[], None],
         keep_all: Callable[[], None],
     ) -> None:
-        """Store the callbacks of its buttons. `keep_all`: stop editing a question."""
+        """Build the field. Its buttons call the callbacks; `keep_all` cancels editing."""
         with ui.element("div").classes("h-composer-wrap"):
             with ui.element("div").classes("h-editing") as self._editing_note:
                 ui.label("Ask again from this message. Sending it deletes the messages after it.")
@@ -82,7 +80,7 @@ class Composer:
                     self._stop = icon_button("stop", "Stop", stop, kind="h-send h-stop")
 
     def show(self, now: Conversation, *, is_editing: bool, is_running: bool) -> None:
-        """Show the conversation's settings, and the actions possible now."""
+        """Show the conversation's settings, and the buttons for the current state."""
         words = []
         if now.temperature is not None:
             words.append(f"temperature {now.temperature:g}")
@@ -94,28 +92,28 @@ class Composer:
         self._stop.set_visibility(is_running)
 
     def show_editing(self, *, is_editing: bool) -> None:
-        """Show whether the next question replaces an earlier one."""
+        """Show or hide the note that the next question replaces an earlier one."""
         self._editing_note.set_visibility(is_editing)
 
 
 class ChatPage:
-    """State of one open page."""
+    """State of one open chat page."""
 
     def __init__(self, asking: Asking, claims: Claims) -> None:
         self._client = ui.context.client
-        # Not the current client: the clicked element may be gone when its handler runs.
+        # Kept, because `ui.context.client` fails in a handler if the clicked element is gone.
         self._model = ChatModel(asking)
         self._claims = claims
         self._kept = KeptChats(self._client)
         self._now = _new()
         self._editing: int | None = None
-        """Index of the turn that the next question replaces; None: it is added at the end."""
+        """Index of the turn that the next question replaces; None: it is added as a new turn."""
         self._task: asyncio.Task[Any] | None = None
         self._is_running = False
         self._num_follows = 0
 
     async def build(self) -> None:
-        """Make the page, and fill it once the browser is connected."""
+        """Build the page, and fill it once the browser is connected."""
         head("Hadal")
         ui.add_head_html(f"<style>{code_styles()}</style>")
         self._client.on_delete(self._closed)
@@ -171,7 +169,7 @@ class ChatPage:
                 ).classes("h-list-empty")
 
     def _show(self) -> None:
-        """Show the conversation, and the list of all."""
+        """Show the current conversation, and the list of all conversations."""
         self._show_rows()
         self._turns.clear()
         with self._turns:
@@ -240,7 +238,7 @@ class ChatPage:
     def _hide_list(self) -> None:
         self._client.run_javascript("document.body.classList.remove('h-list-open')")
 
-    # ---- what people do ----
+    # ---- actions of the user ----
     def new(self) -> None:
         """Start a new conversation, with the settings of this one."""
         self._leave()
@@ -257,8 +255,8 @@ class ChatPage:
             self._task.cancel()
 
     async def ask(self, text: str) -> None:
-        """Ask a question, unless an answer is running. It goes to the conversation being opened, if
-        any. If that fails to open, or another page is getting an answer there, the text returns to
+        """Ask a question, unless an answer is running; if a conversation is being opened, ask it
+        there. If opening fails, or another page is getting an answer there, put the text back into
         the field.
         """
         is_there = await self._kept.opened()
@@ -276,7 +274,7 @@ class ChatPage:
         self._begin([])
 
     async def regenerate(self) -> None:
-        """Ask the last question again. Its old answers are replaced only if a new one arrives."""
+        """Ask the last question again. Its old answers are kept unless a new one arrives."""
         if self._now.turns and not self._is_running and await self._follow():
             turn = self._now.turns[-1]
             before, turn.answers = turn.answers, []
@@ -284,8 +282,8 @@ class ChatPage:
 
     async def _follow(self) -> bool:
         """Load what another page of this browser stored of the conversation. Return False if asking
-        is impossible: the other page is getting an answer, or this page shows something else by
-        now.
+        is impossible: the other page is getting an answer, or the user has opened another
+        conversation.
         """
         now = self._now
         if self._kept.loaded(now.id) is None:  # Only this page has it.
@@ -312,7 +310,7 @@ class ChatPage:
         return await self._may_ask(now.id)
 
     async def _may_ask(self, chat_id: str) -> bool:
-        """Return whether no other page is getting an answer there; show a note if one is."""
+        """Return True if no other page is getting an answer there; otherwise show a note."""
         if await self._claims.may_ask(chat_id, self):
             return True
         with self._body:
@@ -367,7 +365,7 @@ class ChatPage:
         self._show_rows()
 
     def _edit(self, number: int) -> None:
-        """Put a question into the field for editing; sending replaces it and all that followed."""
+        """Put a question into the field for editing; sending replaces it and all later turns."""
         if self._is_running:
             return
         self._editing = number
@@ -438,10 +436,10 @@ class ChatPage:
         background_tasks.create(self._release(chat_id, claim))
 
     async def _release(self, chat_id: str, claim: ChatClaim) -> None:
-        """Let other pages ask in the conversation, unless this page has asked again."""
+        """Release the claim once the browser has stored the answer, so that other pages may ask."""
         try:
             with suppress(TimeoutError):  # Likely if the page is gone.
-                # The call's own limit does not cover the wait for a disconnected page.
+                # The call's own time limit does not cover the wait for a disconnected page.
                 async with asyncio.timeout(_STORED_S):
                     # localStorage writes are synchronous, so earlier writes are complete when this
                     # returns.
@@ -450,8 +448,8 @@ class ChatPage:
             self._claims.release(chat_id, claim)
 
     async def _run(self, conversation: Conversation, before: list[ChatAnswer]) -> None:
-        """Get answers to the last question, running the model's tool calls in between. `before`:
-        answers to restore if nothing arrives.
+        """Get answers to the last question, and run the model's tool calls between them. `before`:
+        answers to restore if no new text or call arrives.
         """
         turn = conversation.turns[-1]
         try:
@@ -517,15 +515,15 @@ class ChatPage:
             if now_s - shown_s >= _SHOW_S + len(answer.content) / _SHOW_CHARS_PER_S:
                 shown_s = now_s
                 view.show(answer, is_over=False)
-            if now_s >= keep_s:  # So that a reloaded page still has it.
+            if now_s >= keep_s:  # A reloaded page then has the answer so far.
                 num_chars = self._kept.keep(conversation)
                 keep_s = now_s + max(_KEEP_S, num_chars / _KEEP_CHARS_PER_S)
 
     async def _carry_out(self, answer: ChatAnswer, view: AnswerView) -> None:
-        """Run each call; its card shows it running, then its result."""
+        """Run the answer's tool calls in order, and update their cards."""
         for call in answer.calls:
             view.show(answer, is_over=False)
-            await asyncio.sleep(0)  # The page shows that it runs.
+            await asyncio.sleep(0)  # Let the page show the running call.
             try:
                 call.result = tools.run(call.name, call.arguments)
             except tools.ToolError as error:

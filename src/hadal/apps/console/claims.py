@@ -1,5 +1,5 @@
-"""Claims of a browser's pages on conversations: only one page at a time gets an answer in one,
-because two would overwrite each other's.
+"""Claims of pages on conversations: only one page at a time gets an answer in a conversation,
+because two would overwrite each other's stored copy.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class ChatClaim:
 
 
 class Claims:
-    """Conversations in which a page is getting an answer, during which no other page may ask there."""
+    """Claims by conversation id. While a page has a claim, no other page may ask there."""
 
     def __init__(self) -> None:
         self._id_to_claim: dict[str, ChatClaim] = {}
 
     async def may_ask(self, chat_id: str, page: object) -> bool:
-        """Return whether no other page is getting an answer there. Wait for an ended answer until
-        the browser has stored it.
+        """Return True if no other page is getting an answer there. If an answer has ended, first
+        wait until the browser has stored it.
         """
         while claim := self._id_to_claim.get(chat_id):
             if claim.page is page:
@@ -36,12 +36,12 @@ class Claims:
         return True
 
     def take(self, chat_id: str, page: object) -> ChatClaim:
-        """Claim a conversation, also if this page has a claim already."""
+        """Claim a conversation; replaces an earlier claim of this page."""
         claim = self._id_to_claim[chat_id] = ChatClaim(page)
         return claim
 
     def release(self, chat_id: str, claim: ChatClaim) -> None:
-        """End a claim; a later claim of its page stays."""
+        """End a claim, unless a later claim has replaced it."""
         if self._id_to_claim.get(chat_id) is claim:
             del self._id_to_claim[chat_id]
         claim.released.set()

@@ -21,20 +21,20 @@ class ToolRun(msgspec.Struct):
     id: str = ""
     name: str = ""
     arguments: str = ""
-    """Arguments as JSON text, so far."""
+    """Arguments as JSON text; incomplete while the answer streams."""
     result: str | None = None
-    """Result of the tool; None: it has not run."""
+    """Result of the tool; None if the tool has not run."""
     is_error: bool = False
 
 
 class ChatAnswer(msgspec.Struct):
-    """One answer of the model, so far."""
+    """One answer of the model; incomplete while it streams."""
 
     thinking: str = ""
     content: str = ""
     calls: list[ToolRun] = []
     finish: str = ""
-    """Finish reason of the API; "stopped": by the user; empty: still running, or failed."""
+    """Finish reason of the API, or "stopped" by the user; empty while running or after an error."""
     error: str = ""
     num_prompt: int = 0
     num_hit: int = 0
@@ -48,7 +48,7 @@ class ChatAnswer(msgspec.Struct):
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the rate after the first token; 0 if it is unknown."""
+        """Tokens per second after the first token; 0 if unknown."""
         return (
             (self.num_tokens - 1) / self.took_s if self.num_tokens > 1 and self.took_s > 0 else 0.0
         )
@@ -88,7 +88,7 @@ class ChatAnswer(msgspec.Struct):
 
     @property
     def wants_results(self) -> bool:
-        """Return whether the model waits for results of its calls."""
+        """True if the model waits for results of its calls."""
         return self.finish == "tool_calls" and bool(self.calls)
 
     def messages(self) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ class ChatAnswer(msgspec.Struct):
 
 
 class ChatTurn(msgspec.Struct):
-    """Question with its answers."""
+    """Question and its answers."""
 
     asked: str
     answers: list[ChatAnswer] = []
@@ -130,7 +130,7 @@ class Conversation(msgspec.Struct):
     has_tools: bool = True
     turns: list[ChatTurn] = []
     changed_ms: int = 0
-    """Time of the last change, unix ms."""
+    """Time of the last change, Unix ms."""
 
     def ask(self, text: str) -> ChatTurn:
         """Start a turn with a question."""
@@ -142,7 +142,7 @@ class Conversation(msgspec.Struct):
         return self.turns[-1]
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages of a request."""
+        """Return the messages for the next request."""
         sent: list[dict[str, Any]] = []
         if self.system.strip():
             sent.append({"role": "system", "content": self.system})
@@ -195,8 +195,8 @@ def read_list(found: object) -> list[KeptChat]:
 
 
 def read(chat_id: str, text: str) -> Conversation | None:
-    """Parse a stored conversation; None if it is invalid. An answer stored without an end lost its
-    page, so it is marked as stopped.
+    """Parse a stored conversation; None if it is invalid. An answer without an end is marked as
+    stopped, because its page closed.
     """
     try:
         found = _decode(text.encode())

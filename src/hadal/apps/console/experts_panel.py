@@ -1,4 +1,4 @@
-"""Console panel of experts: placement of a unit's replicas, their loads, and recent moves."""
+"""Console panel of experts."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Source of the console's figures: one feed for all open pages; it sends no requests while none is open.
+"""Source of the console's figures: one feed for all open pages, idle while no page is open.
 
-    /status, /trace      the gateway, with the open pages' keys in turn
+    /status, /trace      the gateway, with the keys of the open pages in turn
     status.json, logs    the run folder, for the supervisor's facts
     the ledger           read only, in a thread
 
-A page closes when its key is refused. The ledger is read every few seconds, since it only changes
-when a request ends.
+A page gets no more frames once its key is refused. The ledger changes only when requests end, so it
+is read less often than the status.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from hadal.stats.report import BY, report
 log = logging.getLogger("hadal.apps.console")
 
 PERIOD_S = 2.0
-"""Time between two frames."""
+"""Seconds between two frames."""
 _SLOW_PERIODS = 3
-"""Frames between two reads of the ledger and the logs."""
+"""Number of frames per read of the ledger and the logs."""
 _TRACE_WAIT_S = 1.0
 _MONEY_S = 86_400
 MOST_SPANS = 50_000
-"""Maximum number of requests of a day for which each is read, to compute every tenant's cost."""
+"""Largest number of requests per day with costs per tenant, which need each request."""
 _MONEY_WAIT_S = 1.0
-"""Longest wait of a frame for the ledger; after it the frame is shown without new figures."""
+"""Longest wait of a frame for the ledger, seconds; then the frame shows the last read figures."""
 _NUM_LINES = 60
 """Log lines kept per level, so that many warnings do not displace errors."""
 _LEVELS = ("WARNING", "ERROR", "CRITICAL")
@@ -55,20 +55,20 @@ _TEXT = re.compile(r"(\S+Z) (\S+)\s+(WARNING|ERROR|CRITICAL)\s+(.*)")
 
 
 class FrameSource(Protocol):
-    """Protocol of a feed's source."""
+    """Source of a feed's frames."""
 
     async def check(self, key: str) -> None:
         """Raise AskError if the key may not see the console."""
 
     async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
-        """Return the next frame, with the experts and a traced step of these units. Raises AskError
-        401 or 403.
+        """Return the next frame, with experts and a traced step of these units. Raises AskError
+        with status 401 or 403.
         """
 
 
 class LiveSource:
-    """Source for a running server. `folder`: its run folder, None if it is elsewhere; `ledger_url`:
-    empty for none.
+    """Source for a running server. `folder`: its run folder, None on another host; `ledger_url`:
+    empty without a ledger.
     """
 
     def __init__(self, asking: Asking, folder: Path | None, ledger_url: str) -> None:
@@ -79,18 +79,18 @@ class LiveSource:
         self._lines = {level: deque[LogLine](maxlen=_NUM_LINES) for level in _LEVELS}
         self._money: dict[str, Any] = {}
         self._reading: asyncio.Task[None] | None = None
-        """Current read of the ledger; a slow or missing ledger delays nothing else."""
+        """Running read of the ledger, in a thread: a slow ledger delays no other figures."""
         self._experts: dict[str, UnitExperts] = {}
         """Last known experts of the requested units."""
         self._num_asked = 0
         self._turn = itertools.count()
 
     async def check(self, key: str) -> None:
-        """Do as in FrameSource. The console shows all tenants' activity: for operators only."""
+        """Raise AskError if /status, which is for operators, refuses the key."""
         await self._asking.page("/status", key)
 
     async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
-        """Do as in FrameSource."""
+        """Return a frame read from the server now; `problem` says why parts are missing."""
         overview, problem = None, ""
         try:
             overview = await self._overview(key, experts)
@@ -117,7 +117,7 @@ class LiveSource:
         )
 
     async def _overview(self, key: str, experts: set[str]) -> Overview:
-        """Return the overview with the units' last known experts. Raises AskError and MsgspecError."""
+        """Return the overview with the units' last known experts. Raises AskError, MsgspecError."""
         asked = sorted(experts)
         first = self._num_asked % max(len(asked), 1)
         turns = (asked[first:] + asked[:first])[:EXPERTS_MAX]
@@ -133,7 +133,7 @@ class LiveSource:
         return msgspec.structs.replace(overview, experts=self._experts)
 
     async def _trace(self, key: str, unit: str) -> TraceReply | None:
-        """Return a traced step of the unit; None if it had none, or if another client traces it."""
+        """Return a traced step of the unit; None if there was none, or another client traces it."""
         wait_s = f"{_TRACE_WAIT_S:g}"
         try:
             body = await self._asking.page("/trace", key, unit=unit, steps="1", wait_s=wait_s)
@@ -179,9 +179,8 @@ class LiveSource:
 
 
 def reports(store: Store, now_us: int) -> dict[str, Any]:
-    """Return reports of the last day, by each possible grouping. They use sums only: quantiles need
-    every request, and the page shows none. Costs per tenant need every request too, so they are
-    included only if the day has few.
+    """Return reports of the last 24 hours, by grouping, without quantiles. Costs per tenant need
+    every request, so they are missing if there are more than MOST_SPANS.
     """
     from_us, to_us = now_us - _MONEY_S * 1_000_000, now_us + 1
     window = store.read(from_us, to_us, has_details=False)
@@ -194,7 +193,7 @@ def reports(store: Store, now_us: int) -> dict[str, Any]:
 
 
 def parse_line(text: str) -> LogLine | None:
-    """Parse a warning or an error line of a log, in either format; None for any other line."""
+    """Parse a log line of level WARNING or above, as text or JSON; None for other lines."""
     if text.startswith("{"):
         try:
             said = msgspec.json.decode(text)
@@ -210,7 +209,7 @@ def parse_line(text: str) -> LogLine | None:
 
 
 class RecordedSource:
-    """Source that repeats the frames recorded by a simulation."""
+    """Source that repeats a simulation's recorded frames."""
 
     def __init__(self, frames: list[ConsoleFrame]) -> None:
         self._frames = itertools.cycle(frames)
@@ -224,7 +223,7 @@ class RecordedSource:
 
 
 class Watcher:
-    """Subscription of one open page."""
+    """Subscription of one open page to the feed."""
 
     def __init__(
         self, key: str, show: Callable[[ConsoleFrame], None], leave: Callable[[str], None]
@@ -234,12 +233,12 @@ class Watcher:
         self.show = show
         self.leave = leave
         self.experts: set[str] = set()
-        """Units with experts on display."""
+        """Units for which the page shows experts."""
         self.traced: set[str] = set()
 
 
 class Feed:
-    """Poller that runs while pages are open, and keeps the last minutes as series."""
+    """Poller that runs while pages are open; keeps the last 15 minutes as series."""
 
     def __init__(self, source: FrameSource) -> None:
         self.source = source
@@ -250,7 +249,7 @@ class Feed:
         self._num_polls = 0
 
     def watch(self, watcher: Watcher) -> None:
-        """Show the watcher every frame from now on, until `forget`."""
+        """Show the watcher the last frame and every later one, until `forget`."""
         if not self._watchers:
             self.series.pause()
         self._watchers.append(watcher)
@@ -260,7 +259,7 @@ class Feed:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def forget(self, watcher: Watcher) -> None:
-        """Remove a watcher that was closed."""
+        """Remove a watcher; does nothing if it was removed before."""
         if watcher in self._watchers:
             self._watchers.remove(watcher)
 
@@ -294,5 +293,5 @@ class Feed:
             except Exception:
                 log.exception("a page could not show a frame")
                 self.forget(watcher)
-                with suppress(Exception):  # Its browser may be gone.
+                with suppress(Exception):  # The page's browser may be gone.
                     watcher.leave("This page could not show the latest data. Reload it.")

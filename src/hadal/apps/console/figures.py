@@ -1,6 +1,4 @@
-"""Tables, maps of ranks and timelines as HTML and SVG. Takes values, returns text; foreign text is
-escaped.
-"""
+"""Tables, maps of ranks and timelines as HTML and SVG. Text from requests and logs is escaped."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def number(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """Return a duration in milliseconds or seconds."""
+    """Return a duration, given in milliseconds, as milliseconds or seconds."""
     if value is None or not math.isfinite(value):
         return NOTHING
     is_long = float(f"{value:.3g}") >= 1000
@@ -53,14 +51,14 @@ def dollars(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return a percentage as text; 100 is the whole."""
+    """Return a percentage (100 is the whole) as text."""
     if value is None or not math.isfinite(value):
         return NOTHING
     return f"{value:,.0f} %" if abs(value) >= 10 else f"{value:.1f} %"
 
 
 def facts(items: Iterable[tuple[str, str, str]]) -> str:
-    """Return a row of large numbers: (name, value, note)."""
+    """Return a row of large figures, each given as (name, value, note)."""
     cells = "".join(
         f'<div class="h-fact"><div class="h-fact-name">{escape(name)}</div>'
         f'<div class="h-fact-value">{escape(value)}</div>'
@@ -88,7 +86,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int = 1
 
 
 def empty(title: str, text: str) -> str:
-    """Return a note for an empty view, with what to do."""
+    """Return a note for an empty view: `text` says what to do."""
     return f'<div class="h-nothing"><b>{escape(title)}</b><span>{escape(text)}</span></div>'
 
 
@@ -131,7 +129,7 @@ _LANE_HEIGHT = 30
 
 def timeline(events: Sequence[TraceEvent], rank: int, begin_s: float, end_s: float) -> str:
     """Return one rank's lanes between two times, as SVG of the available width. Each micro-batch
-    has a colour, and so has waiting.
+    has its own colour, and waiting another.
     """
     span_s = max(end_s - begin_s, 1e-9)
     parts = []
@@ -168,7 +166,7 @@ def _stretch(event: TraceEvent, top: int, begin_s: float, span_s: float) -> str:
 
 
 def placement(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> str:
-    """Return a table of the experts that each rank gained and lost; unchanged ranks are left out."""
+    """Return a table of the experts that each rank lost and gained, without unchanged ranks."""
     rows = []
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
         came = sorted(set(new) - set(old) - {-1})

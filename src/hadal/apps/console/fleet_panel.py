@@ -1,4 +1,4 @@
-"""The console's panel of the fleet: units wanted, up and draining, and the demand."""
+"""Console panel of the fleet."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Conversations in the browser's storage: the list of all, and the turns of those loaded here.
-
-Depends on the browser only, not on what a page shows.
+"""Conversations in the browser's storage: a list of all, and loaded ones with their turns. Depends
+on the browser only, not on what a page shows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hadal.apps.console.conversation import Conversation, KeptChat, read, read_l
 from hadal.apps.console.shell import store
 
 PIECE_CHARS = 100_000
-"""Characters read from the browser at once; in any encoding far below a message's limit."""
+"""Characters per read from the browser; in any encoding far below the socket's message limit."""
 _PREFIX = "hadal.chat."
 _MAX_LISTED = 1000
 """Maximum number of conversations in the list; the browser may have more."""
@@ -32,12 +31,12 @@ class KeptChats:
         """List of the conversations, newest first."""
         self._client = client
         self._loaded: dict[str, Conversation] = {}
-        """Conversations with their turns loaded here, by id."""
+        """Conversation id -> conversation with its turns."""
         self._opening = ""
-        """Id of the conversation being loaded."""
+        """Id of the conversation to show once it is loaded; empty if none."""
         self._reading = asyncio.Lock()
         self._num_failed = 0
-        """Number of conversations that failed to load."""
+        """Number of `open` calls that timed out."""
 
     async def refresh(self) -> None:
         """Read the list again."""
@@ -50,17 +49,17 @@ class KeptChats:
         return read_list(found)
 
     def loaded(self, chat_id: str) -> Conversation | None:
-        """Return a conversation with its turns."""
+        """Return a loaded conversation; None if it is not loaded."""
         return self._loaded.get(chat_id)
 
     async def newer(self, known: Conversation) -> Conversation | None:
-        """Return a conversation that another page has stored since; None if there is no newer one."""
+        """Return the conversation if another page has stored it since; None if not."""
         kept = {one.id: one.changed_ms for one in await self._listed()}
         return await self.read(known.id) if kept.get(known.id, 0) > known.changed_ms else None
 
     async def open(self, chat_id: str, then: Callable[[Conversation | None], None]) -> None:
-        """Load a conversation and call `then`, unless another one is requested meanwhile. None: the
-        browser no longer has it. Raises TimeoutError if the browser does not answer.
+        """Load a conversation and call `then` with it, unless another one is requested meanwhile.
+        None: it was deleted. Raises TimeoutError if the browser does not answer.
         """
         self._opening = chat_id
         async with self._reading:
@@ -83,7 +82,7 @@ class KeptChats:
             return num_failed == self._num_failed
 
     def leave_opening(self) -> None:
-        """Cancel showing the conversation being opened: the user has moved on."""
+        """Do not show the conversation being opened: the user went to another one."""
         self._opening = ""
 
     async def read(self, chat_id: str) -> Conversation | None:
@@ -103,15 +102,15 @@ class KeptChats:
         self._loaded[conversation.id] = conversation
 
     def unload(self, chat_id: str) -> None:
-        """Drop the turns here; the browser still has them."""
+        """Drop a loaded conversation; the browser still has it."""
         self._loaded.pop(chat_id, None)
 
     def clear(self) -> None:
-        """Drop the turns of all conversations: the page is gone."""
+        """Drop all loaded conversations, because the page has closed."""
         self._loaded.clear()
 
     def keep(self, conversation: Conversation) -> int:
-        """Store a conversation in the browser as it is now. Return its length."""
+        """Store a conversation in the browser. Return the length of its JSON in characters."""
         conversation.changed_ms = int(time.time() * 1000)
         if conversation.id not in self._loaded:
             self._loaded[conversation.id] = conversation

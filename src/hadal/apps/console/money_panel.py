@@ -1,4 +1,4 @@
-"""Console panel of money: the ledger's income, cost and tokens, by hour and by tenant."""
+"""Console panel of money, from the ledger."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hadal.apps.console.widgets import Chart, empty_note
 from hadal.gateway.desk.frames import ConsoleFrame
 
 _MAX_ROWS = 50
-"""Maximum number of rows of a table; the command `hadal report` prints all."""
+"""Maximum number of rows per table; the command `hadal report` prints all."""
 
 
 class MoneyPanel:
-    """Panel of the ledger: requests, cache hits, tokens, cost and income."""
+    """Panel with requests, cache hits, tokens, cost and income, by model, tenant and hour."""
 
     def __init__(self) -> None:
         self._facts = ui.html("", sanitize=False)

@@ -1,4 +1,4 @@
-"""Console overview: the current state of the deployment, and a map of its units."""
+"""Console panel with the deployment's current state and a map of its units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hadal.runtime.process.status import ProcessStatus, Status
 from hadal.runtime.topology import unit_and_rank
 
 _NODE_RANKS = 8
-"""Ranks grouped together if the server does not report the ranks per node."""
+"""Ranks per node on the map, if the server does not report them."""
 _STATE_WORDS = {
     "queued": "wait",
     "prefilling": "prefilling",
@@ -216,7 +216,7 @@ def _cluster(status: Status | None) -> str:
 
 
 def _units_by_role(overview: Overview, status: Status | None) -> list[tuple[str, list[str]]]:
-    """Return (role, names): first processes outside units, then units by role and number."""
+    """Return [(role, names)]: first processes outside units as "front", then units by number."""
     processes = status.processes if status is not None else {}
     units = {
         unit_and_rank(name)[0] for name, process in processes.items() if process.role in ROLES

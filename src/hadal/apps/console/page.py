@@ -1,4 +1,4 @@
-"""Console page: figures of the feed in six views, one of them open. Only the open view is updated."""
+"""Console page: figures of the feed in six views. Only the open view is updated."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hadal.gateway.desk.frames import ConsoleFrame
 
 
 class ConsolePage:
-    """State of one open console."""
+    """State of one open console page."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._panel: Panel | None = None
         self._shown_s = 0.0
-        """Unix time of the figures on display."""
+        """Unix time of the displayed figures."""
 
     async def build(self) -> None:
-        """Make the page, and fill it once the browser is connected."""
+        """Build the page, and fill it once the browser is connected."""
         head("Hadal console")
         self._bar = TopBar("console")
         self._body = ui.element("main").classes("h-console")
@@ -87,11 +87,11 @@ class ConsolePage:
                 self._said.set_text(f"{said}{charts.clock(self._shown_s)} UTC")
             if self._panel is not None:
                 self._panel.show(frame, self._feed.series)
-            # For the tests: everything of this frame was sent before this call.
+            # Tests wait for this counter: all updates of this frame were sent before it.
             ui.run_javascript("window.hadalFrames = (window.hadalFrames || 0) + 1")
 
     def _leave(self, reason: str) -> None:
-        """Replace the page, tabs included, by the reason: tabs would show other viewers' figures."""
+        """Replace the page by the reason, tabs included: they would show the feed's last figures."""
         self._panel = None
         self._body.clear()
         with self._body:

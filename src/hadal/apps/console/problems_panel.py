@@ -1,4 +1,4 @@
-"""Console panel of problems: missing or restarted processes, and the last warnings."""
+"""Console panel of problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hadal.runtime.topology import CONSOLE
 
 
 class ProblemsPanel:
-    """Panel with ended processes, and the last warnings and errors."""
+    """Panel with current problems, ended processes, and the last warnings and errors."""
 
     def __init__(self) -> None:
         with ui.element("section").classes("h-panel"):

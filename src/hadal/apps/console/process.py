@@ -1,10 +1,10 @@
-"""`python -m hadal.apps.console.process --folder RUN`: process that serves the pages. It does not load
-torch, and no other process loads NiceGUI.
+"""`python -m hadal.apps.console.process --folder RUN`: process that serves the pages. It does not
+load torch, and only it loads NiceGUI.
 
     browser <-- pages, one WebSocket each --> this process --> the gateway's HTTP API
                                                            --> the run folder, the ledger: read only
 
-The gateway does not depend on it. If this process fails, requests continue, and the supervisor
+The gateway does not depend on this process: if it fails, requests continue, and the supervisor
 restarts it.
 """
 
@@ -57,12 +57,12 @@ _POLICY = (
     " style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:;"
     " connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-"""Policy under which the browser contacts no other host, even if a model writes a link to one."""
+"""Content-Security-Policy: browsers load nothing from other hosts, even if a model links to it."""
 
 
 class Guard:
-    """Outermost ASGI layer: applies the gateway edge's rules on hosts and origins, for WebSockets
-    too, and limits what a browser may fetch.
+    """Outermost ASGI layer: applies the gateway edge's rules on hosts and origins, to WebSockets
+    too, and sends the browser the policy above.
     """
 
     def __init__(self, app: ASGIApp, edge: Edge) -> None:
@@ -97,7 +97,7 @@ class Guard:
 
 def make_app(asking: Asking | None, feed: Feed, settings: GatewayConfig, host: str) -> ASGIApp:
     """Return the pages as an ASGI application. `asking`: None if there is no server to chat with;
-    then the console is at both addresses.
+    then `/` redirects to the console.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     add_assets()
@@ -119,7 +119,7 @@ def make_app(asking: Asking | None, feed: Feed, settings: GatewayConfig, host: s
 
 
 def server_of(app: ASGIApp) -> uvicorn.Server:
-    """Return a uvicorn server for the pages."""
+    """Return a uvicorn server for the pages, without log lines below ERROR."""
     for name in ("uvicorn", "nicegui", "socketio", "engineio", "httpx"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return uvicorn.Server(
@@ -175,7 +175,7 @@ def serve_alone(
 
 
 def main() -> int:
-    """Serve the pages until told to end; return the exit code."""
+    """Serve the pages until a signal ends the process; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_epoch_arguments(parser)
     arguments = parser.parse_args()

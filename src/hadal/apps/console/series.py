@@ -19,7 +19,7 @@ QUANTILES = (0.5, 0.95, 0.99)
 
 
 class Series:
-    """Times, and values by name; None if unknown."""
+    """Times (Unix seconds), and values by series name; a value is None if unknown."""
 
     def __init__(self) -> None:
         self.times_s: deque[float] = deque(maxlen=NUM_POINTS)
@@ -49,20 +49,20 @@ class Series:
             points.append(found.get(name))
 
     def pause(self) -> None:
-        """Forget the last counts: after a time without frames, the next difference would not be a
-        current rate.
+        """Forget the last counts: after a gap without frames, a difference to them is not a current
+        rate.
         """
         self._totals = None
         self._latencies.clear()
         self._hits = {}
 
     def last(self, name: str) -> float | None:
-        """Return the latest value of a series."""
+        """Return the latest value of a series; None if it is unknown."""
         points = self.values.get(name)
         return points[-1] if points else None
 
     def of(self, prefix: str) -> dict[str, list[float | None]]:
-        """Return all series with names that start with `prefix`, without that prefix."""
+        """Return rest of the name -> values, of the series with names that start with `prefix`."""
         return {
             name.removeprefix(prefix): list(points)
             for name, points in sorted(self.values.items())
@@ -88,7 +88,7 @@ class Series:
         return {name: max(0.0, (b - a) / took_s) for name, (a, b) in pairs.items()}
 
     def _cache(self, overview: Overview) -> dict[str, float]:
-        """Return prompt tokens per second, by where their KV was found."""
+        """Return prompt tokens per second, by source of their KV."""
         reports = overview.snapshot.unit_to_report.values()
         now = {
             name: sum(report.cache.get(field, 0) for report in reports)
@@ -117,7 +117,7 @@ class Series:
 
 
 def _balance(overview: Overview) -> dict[str, float]:
-    """Return, by role and objective, the mean over units that have work."""
+    """Return the mean balance over units that have work, by role and objective."""
     sums: dict[str, list[float]] = {}
     for unit, report in overview.snapshot.unit_to_report.items():
         for objective, value in shown(report.balance).items():

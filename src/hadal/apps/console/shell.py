@@ -1,6 +1,5 @@
-"""Parts of all pages: the head with styles, the top bar, dark mode, and the form for a key.
-
-A key is stored in the browser; this process has it only in memory, while the page is open.
+"""Parts of all pages: the head with styles, the top bar, dark mode, and the form for a key. A key
+is stored in the browser; this process has it only in memory, while the page is open.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ STATIC = Path(__file__).with_name("static")
 _ASSETS = "/assets"
 _DARK = "hadal.dark"
 _PAGE_TO_KEY = {"chat": "hadal.key", "console": "hadal.operator_key"}
-"""Names under which the browser stores the keys. Chats are charged to the chat's own key, not to
-the operator's.
-"""
+"""Page -> name of its key in the browser's storage. Chats are charged to the chat's own key."""
 _JS_S = 10.0
 """Time limit of a query to the browser's storage."""
 
@@ -36,7 +33,7 @@ def _asset(name: str) -> str:
 
 
 async def stored(name: str) -> str:
-    """Return the browser's value for a name; empty if there is none."""
+    """Return the value that the browser has stored under a name; empty if there is none."""
     found = await ui.run_javascript(
         f"return localStorage.getItem({json.dumps(name)}) || ''", timeout=_JS_S
     )
@@ -93,17 +90,17 @@ class TopBar:
                 icon_button("contrast", "Light or dark", self._toggle, title="Light or dark")
 
     async def remember(self) -> None:
-        """Restore the choice of light or dark (default: the system's), and show a stored key."""
+        """Restore light or dark (default: the system's), and show if the browser has a key."""
         kept = await stored(_DARK)
         self.dark.set_value({"1": True, "0": False}.get(kept))
         self.show_key(await stored(_PAGE_TO_KEY[self._here]))
 
     def show_key(self, key: str) -> None:
-        """Show the button to forget keys if the browser has one."""
+        """Show the button to forget keys if `key` is not empty."""
         self._forget.set_visibility(bool(key))
 
     def _forget_key(self) -> None:
-        """Delete both keys and reload the page, which removes what they gave access to."""
+        """Delete both keys and reload the page, so that it no longer shows data of these keys."""
         for name in _PAGE_TO_KEY.values():
             store(ui.context.client, name, "")
         ui.run_javascript("location.reload()")
@@ -117,7 +114,7 @@ class TopBar:
 
 
 class Door:
-    """Form for a key, shown if the server needs one, until a key is accepted."""
+    """Form for an API key, shown until the server accepts a key or if it needs none."""
 
     def __init__(self, page: str, what: str, try_key: Callable[[str], Awaitable[None]]) -> None:
         """`page`: "chat" or "console"; `what`: text on the key's purpose; `try_key` raises AskError
@@ -128,8 +125,8 @@ class Door:
         self._try = try_key
 
     async def open(self, into: ui.element, then: Callable[[str], Awaitable[None]]) -> None:
-        """Call `then` with an accepted key: at once, or after the form in `into` was filled in. A
-        page without its own key tries the other page's.
+        """Call `then` with an accepted key: a stored one, or one that the user enters into the form
+        in `into`. A page without its own stored key tries the other page's.
         """
         names = sorted(_PAGE_TO_KEY.values(), key=lambda name: name != self._name)
         kept = [await stored(name) for name in names]
@@ -150,7 +147,7 @@ class Door:
         *,
         is_first: bool,
     ) -> None:
-        """Show the form. `kept`: the key that was tried; `is_first`: there was none."""
+        """Show the form. `kept`: the stored key that was tried; `is_first`: there was none."""
         into.clear()
         is_refused = error.status in (401, 403)
         with into, ui.element("form").classes("h-door").on("submit.prevent", lambda: None):

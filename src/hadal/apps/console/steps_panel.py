@@ -1,4 +1,4 @@
-"""Console panel of steps: one traced step of a unit, by op and rank."""
+"""Console panel of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hadal.overlap.trace import covered_share, duration_s, shares
 
 
 class StepsPanel:
-    """Panel with one step of a unit: both micro-batches, and the share of communication hidden."""
+    """Panel with one traced step of a unit: ops by rank, and the share of communication hidden."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher

@@ -1,7 +1,7 @@
 """Three tools that the chat offers a model: arithmetic, a table of countries, units of measure.
 
-A model's arguments are not trusted: every mistake in them becomes a sentence for the model, and a
-call only does arithmetic or reads a table.
+A model's arguments are not trusted: a mistake becomes an error text for the model, and calls only
+do arithmetic or read a table.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from decimal import Decimal, InvalidOperation, Overflow, localcontext
 from typing import Any
 
 _MAX_DIGITS = 50
-"""Largest number of digits of a result; longer results are rounded."""
+"""Digits of a result; longer results are rounded."""
 _MAX_POWER = 1000
 _MAX_CHARS = 100
-"""Longest number accepted, in characters."""
+"""Longest accepted number, in characters."""
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
-"""Commas between groups of three digits."""
+"""Number with commas between groups of three digits."""
 
 
 class ToolError(Exception):
-    """A call cannot be answered; the text is for the model."""
+    """Error: a call cannot be answered; the text is for the model."""
 
 
 def calculate(arguments: dict[str, Any]) -> str:
@@ -57,7 +57,7 @@ _OPERATIONS: dict[str, Callable[[Decimal, Decimal], Decimal]] = {
 
 
 def look_up(arguments: dict[str, Any]) -> str:
-    """Return the facts of a country from the table. Raises ToolError."""
+    """Return a country's capital, population or area. Raises ToolError."""
     table, key = str(arguments.get("table", "")), str(arguments.get("key", ""))
     if table not in _COLUMNS:
         raise ToolError(f"There is no table {table[:40]!r}; there are {', '.join(_COLUMNS)}.")
@@ -125,8 +125,8 @@ def convert(arguments: dict[str, Any]) -> str:
         base = value * Decimal(factor) + Decimal(zero)
         try:
             found = (base - Decimal(other_zero)) / Decimal(other_factor)
-            # Small results have six digits. A temperature is a difference, so it has six decimal
-            # places.
+            # Small results have six significant digits; temperatures, which are differences, six
+            # decimals.
             places = max(6, 5 - found.adjusted()) if found and quantity != "temperature" else 6
             return _shown(round(found, places))
         except InvalidOperation:
@@ -188,11 +188,11 @@ _ALIASES = {
     }.items()
     for alias in (unit.lower(), *aliases.split())
 }
-"""Other names that models use for a unit, in small letters."""
+"""Other name of a unit, in lower case -> the unit."""
 
 
 def run(name: str, arguments: str) -> str:
-    """Run a call as the model wrote it. Raises ToolError."""
+    """Run a tool with JSON arguments from the model, and return its result. Raises ToolError."""
     tool = _TOOLS.get(name)
     if tool is None:
         raise ToolError(f"There is no tool {name[:60]!r}; there are {', '.join(_TOOLS)}.")
@@ -276,7 +276,7 @@ def _number(arguments: dict[str, Any], name: str) -> Decimal:
 
 
 def _shown(number: Decimal) -> str:
-    """Return a number without an exponent and without trailing zeros, unless that is too long."""
+    """Return a number without trailing zeros; only very large or small ones have an exponent."""
     if number and not -30 < number.adjusted() < _MAX_DIGITS:
         return f"{number.normalize():E}"
     text = f"{number:f}"

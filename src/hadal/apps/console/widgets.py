@@ -21,9 +21,9 @@ class Panel(Protocol):
 
 
 class Chart:
-    """Chart with a title. The page's script draws it, only while it is in view. Options are not a
-    property of the element: ECharts would read them through Vue's proxies, which takes longer than
-    drawing.
+    """Chart with a title, drawn by the page's script while it is in view. Options are not a
+    property of the element, because ECharts would read them through Vue's proxies, which is slower
+    than drawing.
     """
 
     def __init__(self, title: str, note: str = "", classes: str = "") -> None:
@@ -36,7 +36,7 @@ class Chart:
         self._drawn = ""
 
     def show(self, options: Options) -> None:
-        """Draw these options from now on."""
+        """Draw the chart with these options, if they have changed."""
         text = json.dumps(options)
         if text != self._drawn:
             self._drawn = text
@@ -44,8 +44,8 @@ class Chart:
 
 
 class HeatMap:
-    """Map of loads by layer, drawn by the page's script: ECharts would take seconds for the cells
-    of a fleet.
+    """Map of loads by layer, drawn by the page's script, because ECharts takes seconds for so large
+    a map.
     """
 
     def __init__(self, title: str, note: str, column: str, most: float) -> None:
@@ -63,7 +63,7 @@ class HeatMap:
         self._drawn = ""
 
     def show(self, rows: Sequence[Sequence[float]]) -> None:
-        """Draw these loads from now on."""
+        """Draw these loads, if they have changed."""
         num_columns, cells = charts.heat(rows, self._most)
         if cells != self._drawn:
             self._drawn = cells
@@ -71,7 +71,7 @@ class HeatMap:
 
 
 class Picker:
-    """Row of buttons for a choice: one button is chosen."""
+    """Row of buttons with one chosen button."""
 
     def __init__(self, choose: Callable[[str], None]) -> None:
         self._choose = choose
@@ -80,7 +80,7 @@ class Picker:
         self.chosen = ""
 
     def offer(self, names: Sequence[str], labels: Sequence[str] = ()) -> None:
-        """Set the choices. The first one is chosen if the last choice is not among them."""
+        """Set the choices; if the current choice is not among them, choose the first."""
         name_to_label = dict(zip(names, labels or names, strict=True))
         if list(name_to_label.items()) == list(self._labels.items()):
             return
@@ -106,7 +106,7 @@ class Picker:
 
 
 def nothing_of(unit: str, frame: ConsoleFrame, why: str) -> str:
-    """Return the note shown if a unit has no data; `why`: reason if the unit is up and live."""
+    """Return the note for a unit without data. `why`: the reason if a live server's unit is up."""
     overview = frame.overview
     is_up = overview is not None and any(
         unit in units for units in overview.snapshot.role_to_units.values()
@@ -119,9 +119,7 @@ def nothing_of(unit: str, frame: ConsoleFrame, why: str) -> str:
 
 
 def empty_note(frame: ConsoleFrame, title: str, text: str) -> str:
-    """Return the note shown if there are no data; without a status, it says that only the server's
-    host has them.
-    """
+    """Return a note that data are missing; without a status, that only the server's host has them."""
     if frame.status is None:
         title = "Only available on the server's host"
         text = "To see it, run hadal console on the server's host."

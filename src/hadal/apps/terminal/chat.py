@@ -1,8 +1,6 @@
-"""Chat in the terminal with any OpenAI-compatible server: thinking behind a bar, the answer, and
-its speed.
+"""Chat in the terminal with any OpenAI-compatible server: thinking, the answer, and its speed.
 
-Depends on the API and a terminal, not on the engine. If standard input is a pipe, every line is a
-turn.
+Depends on the API and a terminal, not on the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from hadal.runtime.process.private import state_folder
 
 _CONNECT_S = 5.0
 _SILENCE_S = 120.0
-"""Silence, even without keep-alives, after which a request is given up."""
+"""Seconds without any byte, even a keep-alive, after which a request fails."""
 _THINKING_STYLE = "dim italic"
 _BAR = "│ "
 """Start of each line of thinking, which marks it even without colours."""
@@ -51,7 +49,7 @@ class Answer:
     stopped: bool = False
 
     def speed(self, start_s: float) -> str:
-        """Return the line printed under an answer."""
+        """Return the line printed under an answer: tokens, rate, and time to first token."""
         if self.first_s is None:
             return "no output"
         first_ms = (self.first_s - start_s) * 1e3
@@ -76,7 +74,7 @@ class _EventUsage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Fields read from a stream's event, for any server."""
+    """Fields read from an event of a stream; servers may leave any of them out."""
 
     choices: list[_EventChoice] | None = None
     usage: _EventUsage | None = None
@@ -88,7 +86,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ChatError(Exception):
-    """The server is unreachable or refuses; the text is for the user."""
+    """Error: the server is unreachable or refuses; the text is for the user."""
 
 
 @dataclass
@@ -103,11 +101,11 @@ class Chat:
     max_tokens: int | None = None
     history: list[dict[str, str]] = field(default_factory=list)
     _shown: WordWrap | None = None
-    """Part of an answer being printed: thinking or content."""
+    """Writer of the part being printed: thinking or content; None before a part begins."""
 
     def turn(self, text: str) -> Answer:
-        """Ask, print the answer as it arrives, and remember it. Raises ChatError. Ctrl-C ends the
-        answer only.
+        """Ask, print the answer as it arrives, and add both to the history. Ctrl-C ends only the
+        answer. Raises ChatError.
         """
         messages = [
             *([{"role": "system", "content": self.system}] if self.system else []),
@@ -130,14 +128,14 @@ class Chat:
             self._stream(body, answer)
         except KeyboardInterrupt:
             answer.stopped = (
-                True  # Leaving the stream closes the connection, and the server stops its work.
+                True  # Leaving the stream closes the connection, so the server stops generating.
             )
         except httpx.HTTPError as error:
             raise ChatError(f"the connection broke ({error or type(error).__name__})") from error
         finally:
             self._end_part()
         self.console.print(answer.speed(start_s), style="cyan dim", markup=False, highlight=False)
-        if answer.content:  # An answer stopped while thinking leaves no turn.
+        if answer.content:  # An answer stopped while thinking is not added.
             self.history += [
                 {"role": "user", "content": text},
                 {"role": "assistant", "content": answer.content},
@@ -183,7 +181,7 @@ class Chat:
             answer.content += content
 
     def _part(self, title: str, style: str | None = None, margin: str = "") -> WordWrap:
-        """Return the writer for the next piece. A part begins with its title."""
+        """Return the current part's writer; for a new part, print its title and make one."""
         if self._shown is None:
             if title:
                 self._print(f"{title}\n", "cyan dim")
@@ -252,8 +250,8 @@ def chat(
     console: Console | None = None,
     lines: IO[str] | None = None,
 ) -> int:
-    """Chat until the user leaves; return the exit code. `base_url` with or without /v1; `lines`
-    replaces stdin.
+    """Chat until the user leaves; return the exit code. `base_url`: with or without /v1; `lines`:
+    input instead of stdin.
     """
     console = console or Console()
     source = lines or sys.stdin

@@ -1,8 +1,8 @@
 """Terminal for a chat: prints text that arrives in pieces, with breaks between words, and reads
 turns with a history.
 
-Depends on a screen and a keyboard, not on a conversation. If standard input is a pipe, every line
-is a turn. If standard output is a pipe, lines are not broken.
+Does not depend on a conversation. If standard input is a pipe, every line is a turn. If standard
+output is a pipe, lines are not broken.
 """
 
 from __future__ import annotations
@@ -19,27 +19,24 @@ from rich.console import Console
 from hadal.core.errors import ConfigError
 from hadal.runtime.process.private import make_private, take_from_others
 
-try:  # Not every Python was built with it. Its import gives `input` arrow keys and a history.
+try:  # Some Pythons lack it. Importing it gives `input` arrow keys and a history.
     import readline
 except ImportError:
     readline = None  # type: ignore[assignment]
 
 QUOTES = '"""'
-"""Marks around a turn of several lines, as in Python. A backslash at a line's end also continues
-the turn on the next line.
-"""
+"""Marks around a turn of several lines. A backslash at a line's end also continues the turn."""
 MAX_HISTORY_LINES = 1000
 MAX_TURN_CHARS = 4 << 20
-"""Characters after which a turn takes no further lines: the default of `limits.max_body_bytes`."""
+"""Length at which a turn ends even if it is not closed: the default of `limits.max_body_bytes`."""
 _BLANKS = " \t"
 
 
 class WordWrap:
-    """Text in pieces, broken between words into lines of `width` cells; longer words are cut.
-
-    A word is written once its end has arrived, so the last one waits for the next piece or for
-    `flush`. Characters two cells wide are words by themselves, since Chinese has no spaces. With
-    `width` None nothing is broken or held back.
+    """Text in pieces, broken between words into lines of `width` cells; longer words are cut. A
+    word is written once its end has arrived: the last word waits for the next piece or `flush`.
+    Characters two cells wide are words by themselves, since Chinese has no spaces. If `width` is
+    None, pieces are written unchanged and immediately.
     """
 
     def __init__(self, write: Callable[[str], object], width: int | None, margin: str = "") -> None:
@@ -74,7 +71,7 @@ class WordWrap:
             self.flush()
 
     def flush(self) -> None:
-        """Write the word that waits for its end."""
+        """Write the last word, even if its end has not arrived."""
         self._end_word()
         if self._blanks and (
             self._width is None or self._column + len(self._blanks) <= self._width
@@ -83,7 +80,7 @@ class WordWrap:
         self._blanks = ""
 
     def end(self) -> None:
-        """Write the rest, and end an open line."""
+        """Write the last word, and a line feed if the last line has none."""
         self.flush()
         if not self._is_new:
             self._write("\n")
@@ -116,7 +113,7 @@ class WordWrap:
 
 def turns(console: Console, source: IO[str], history: Path | None) -> Iterator[str]:
     """Yield the user's turns. At a terminal, Ctrl-C drops the current input and Ctrl-D ends. Input
-    is stored in `history`, readable for its owner only.
+    is stored in the file `history`, which only its owner may read.
     """
     if not source.isatty():
         yield from _joined(iter(source))
@@ -134,7 +131,7 @@ def turns(console: Console, source: IO[str], history: Path | None) -> Iterator[s
 
 
 def _typed(console: Console) -> Iterator[str]:
-    """Yield lines from the keyboard; continuation lines have another prompt."""
+    """Yield lines from the keyboard, with prompt ">" for the first and "." for the others."""
     console.print()
     prompt = ">"
     while True:
@@ -144,7 +141,7 @@ def _typed(console: Console) -> Iterator[str]:
 
 
 def _joined(lines: Iterator[str]) -> Iterator[str]:
-    """Join lines to turns: lines between quotes, or after a backslash, are one turn. The end of
+    """Join lines to turns: lines between QUOTES, or after a backslash, are one turn. The end of
     input ends an open turn.
     """
     for line in lines:
@@ -169,7 +166,7 @@ def _quoted(turn: str, lines: Iterator[str]) -> str:
 
 @contextlib.contextmanager
 def _remembered(console: Console, path: Path | None) -> Iterator[None]:
-    """Load the history of earlier chats for the arrow keys, and store this one's."""
+    """Load the history of earlier chats for the arrow keys; on exit store this chat's input."""
     if readline is None or path is None:
         yield
         return

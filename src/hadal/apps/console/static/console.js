@@ -1,4 +1,4 @@
-// Work that a page does without the server: keyboard, input field, charts and the browser's storage.
+// Work of a page in the browser: keyboard, input field, charts and the browser's storage.
 window.hadal = {
   store(name, text) {
     try {
@@ -16,7 +16,7 @@ window.hadal = {
       hadal.isFull = true;
     }
   },
-  // The stored list without the texts: a message on a page's socket may have one megabyte at most.
+  // The list of conversations without texts: a message on the page's socket may have 1 MB at most.
   kept(prefix, most) {
     const found = [];
     for (const name of Object.keys(localStorage)) {
@@ -46,7 +46,7 @@ window.hadal = {
   },
   send(field, emit) {
     if (!field.value.trim() || document.querySelector(".h-stop:not(.hidden)")) return;
-    // A message of over one megabyte would close the page's socket, and double quoting makes a text longer.
+    // A message of over 1 MB would close the page's socket, and JSON quotes the text twice.
     const size = new Blob([JSON.stringify(field.value)]).size;
     if (size > hadal.mostBytes) {
       field.setCustomValidity(`This message has ${size.toLocaleString("en")} bytes; the page sends at most ${hadal.mostBytes.toLocaleString("en")}. Send less of it.`);
@@ -58,7 +58,7 @@ window.hadal = {
     hadal.grow(field);
   },
   field: () => document.getElementById("h-input"),
-  // On pages from another host over plain HTTP, browsers allow only the old way to copy.
+  // On pages from another host over plain HTTP, browsers have no navigator.clipboard.
   copy(text) {
     if (navigator.clipboard) return navigator.clipboard.writeText(text);
     const field = Object.assign(document.createElement("textarea"), { value: text });
