@@ -1,1 +1,1 @@
-"""Commands of more than one call, a file each, which `hadal.cli` loads on use."""
+"""Commands of `hadal.cli`, a file each, loaded when used."""

@@ -19,7 +19,7 @@ def server_url_or_none(parameter: typer.CallbackParam, given: str) -> str:
 
 
 def server_url(parameter: typer.CallbackParam, given: str) -> str:
-    """Return the address if a client can use it; otherwise print one line and exit."""
+    """Return the address if a client can use it; otherwise print an error and exit with 2."""
     try:
         parts = urlsplit(given)
         is_good = (

@@ -11,15 +11,15 @@ from hadal.core.errors import EXIT_CONFIG, HadalError, InvariantError
 from hadal.core.extras import install_hint
 
 _CHECK_VALUES = {"balance", "bench", "plan", "replay", "report", "simulate", "step"}
-"""Commands with formulas that raise a plain ValueError for bad options."""
+"""Commands that raise a plain ValueError for bad options."""
 
 
 class Commands(TyperGroup):
-    """Command group that prints the message of a HadalError and ends the command with EXIT_CONFIG.
-    It does the same for a missing module of an extra that is not installed.
+    """Command group that prints the message of a HadalError, or a hint if an extra is not
+    installed, and exits with EXIT_CONFIG.
 
-    Bugs keep their traceback: InvariantError and other errors. All errors of `serve` do, because it
-    reports its ConfigError itself.
+    Bugs (InvariantError and unexpected errors) keep their traceback. So do all errors of `serve`,
+    which prints its ConfigErrors itself.
     """
 
     def invoke(self, ctx: Any) -> Any:

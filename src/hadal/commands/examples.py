@@ -1,5 +1,5 @@
-"""Examples below a command's help, within 80 columns: the command on its own line, and its effect
-below it.
+"""Examples below a command's help, within 80 columns: each command, with its effect on the next
+line.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ COLUMNS = 78
 
 
 def examples(*command_and_effect: tuple[str, str], after: str = "") -> str:
-    """Return the epilog of a command's help. Break a command too long for a line into lines that
-    end in a backslash. `after`: a last paragraph.
-    """
+    """Return the epilog of a command's help. `after`: a last paragraph."""
     blocks = ["[bold]Examples[/bold]"]
     for command, effect in command_and_effect:
         what = textwrap.wrap(effect, COLUMNS - 2)

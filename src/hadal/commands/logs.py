@@ -1,7 +1,6 @@
 """`hadal logs`: last log lines of a server's processes, in the order of their times.
 
-Reads the run folder of a server (commands/status finds it) and sends the server no requests, so it
-works even if the server does not respond.
+Reads the run folder of a server (commands/status finds it), so it works even if the server hangs.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _WRITTEN = re.compile(rb'(?:\{"time":")?(\d{4}-\d\d-\d\dT[\d:.]+Z)')
 
 
 def processes_of(found: Found, name: str | None) -> list[str]:
-    """Return the processes of a name: one process, all of a unit, or (None) all. Raises ConfigError
-    for an unknown name.
+    """Return the processes with this name: one process, or all of a unit; None: all. Raises
+    ConfigError for an unknown name.
     """
     every = [*found.status.processes, SUPERVISOR]
     if name is None:
@@ -44,7 +43,7 @@ def in_order(lines_of_each: Iterable[Iterable[bytes]]) -> list[bytes]:
             if written or not entries:
                 entries.append((written[1] if written else b"", [line]))
             else:
-                entries[-1][1].append(line)  # A continuation of the line before, as in a traceback.
+                entries[-1][1].append(line)  # No time: part of the line before.
     return [line for _, lines in sorted(entries, key=lambda entry: entry[0]) for line in lines]
 
 

@@ -1,6 +1,4 @@
-"""`hadal model`: contents of a model's folder, its memory needs, and deployments that would serve
-it. commands/model_rows reads the folder.
-"""
+"""Options and output of `hadal model`; commands/model_rows reads the folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Findings of `hadal model` about a folder, as JSON and as rows: the model, its text processing and
-the shipped deployments.
+"""Findings of `hadal model` about a folder, as JSON and as rows: the model, its text processing,
+and the shipped deployments.
 
 Reads config.json, the headers of weights and the tokenizer; loads no torch.
 """
@@ -28,13 +28,13 @@ from hadal.runtime.resolve import TOKENIZERS, model_folder, plan, shipped_deploy
 
 @dataclass(frozen=True)
 class Fit:
-    """Plan of one shipped deployment with the folder's model."""
+    """Plan of a shipped deployment for the folder's model."""
 
     deployment: str
     memory: MemoryPlan | None
-    """Weights and pools of all its ranks; None if the deployment cannot serve the model anywhere."""
+    """Memory of all ranks; None if the deployment cannot serve the model on any machine."""
     reason: str
-    """Reason why this machine cannot run it; empty: it can."""
+    """Reason why this machine cannot run the deployment; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FolderReport:
     folder: Path
     config: ModelConfig
     stored: StoredWeights | None
-    """Weights; None if the folder has none."""
+    """Sizes of the stored weights; None if the folder has no weights."""
     memory_bytes: int | None
     """Memory available for the model; None if this machine's is unknown."""
     fits: list[Fit]
@@ -52,7 +52,7 @@ class FolderReport:
     text: ServedText | None
     """Tokenizer and templates; None if the gateway cannot read them."""
     why_not_served: str
-    """Reason why `hadal serve` would not start; empty: it would."""
+    """Reason why `hadal serve` would not start; empty if it would."""
 
     @property
     def kv_tokens_as_stored(self) -> int | None:
@@ -86,8 +86,8 @@ def read_folder(folder: str, accepted: tuple[str, ...], memory_gb: float | None)
 def _fits(
     folder: Path, accepted: tuple[str, ...], memory_bytes: int | None, *, is_here: bool
 ) -> Iterator[Fit]:
-    """Yield each shipped deployment, planned with this model. `is_here`: also check this machine's
-    other requirements.
+    """Yield the plan of each shipped deployment. `is_here`: also check requirements other than
+    memory.
     """
     room = None if is_here or memory_bytes is None else Room(memory_bytes, memory_bytes)
     for file in shipped_deployments():
@@ -105,7 +105,7 @@ def _fits(
 
 
 def sections(found: FolderReport) -> Iterator[tuple[str, list[Row]]]:
-    """Yield (title, rows) for people."""
+    """Yield (title, rows) of each section of the printed report."""
     yield found.folder.name, [*_model_rows(found), *_text_rows(found)]
     memory_bytes, stored = found.memory_bytes, found.stored
     rows = [(fit.deployment, fit.reason or _fit_text(fit)) for fit in found.fits]
@@ -168,7 +168,7 @@ def _text_rows(found: FolderReport) -> Iterator[Row]:
 
 
 def as_json(found: FolderReport) -> dict[str, Any]:
-    """Return the report for programs, sizes in bytes."""
+    """Return the report for --json, sizes in bytes."""
     config, stored = found.config, found.stored
     total, active = count_parameters(config)
     return {

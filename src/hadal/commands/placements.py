@@ -1,5 +1,5 @@
-"""Expert placement of `hadal balance`: reads measured loads from JSON files, and prints the plan as
-JSON or as text bars.
+"""Expert placement of `hadal balance`: reads measured loads from a JSON file, and returns the plan
+as JSON or as text bars.
 
 Shapes: T steps of a window, L layers, E logical experts, R ranks, S expert slots of a rank.
 """
@@ -25,9 +25,9 @@ HEIGHTS = "▁▂▃▄▅▆▇█"
 """Characters for a rank's load, lowest first."""
 MAX_BAR_CHARS = 50
 MARGIN_CHARS = 18
-"""Width of the name and the number left of a bar."""
+"""Characters left of a bar, for its name and number."""
 MOST_TOKENS = 1e18
-"""Maximum number of tokens of an expert: a million years of work at 30,000 tokens/s."""
+"""Maximum number of tokens per expert: a million years at 30,000 tokens/s."""
 
 
 def plan_text(
@@ -40,9 +40,9 @@ def plan_text(
     is_json: bool,
     **how: Any,
 ) -> str:
-    """Return the command's output: the plan for the loads in a file, as JSON or as bars below those
+    """Return the command's output: the plan for the loads in a file, as JSON or as bars, below bars
     of the `current` placement. `how`: further arguments of policy/experts/balance. Raises
-    ValueError for values that do not fit, and ConfigError for unreadable files.
+    ValueError for unsuitable values, and ConfigError for unreadable files.
     """
     window = loads_of(_read_json(loads))
     cluster = cluster_of(window, num_ranks, num_nodes, num_expert_slots)
@@ -63,7 +63,7 @@ def plan_text(
 
 
 def _read_json(path: Path) -> Any:
-    """Return the JSON value of a file, gzipped or not. Raises ConfigError with the file's defect."""
+    """Return the JSON value of a file, gzipped or not. Raises ConfigError."""
     return parse_json(read_text(path, "JSON", MAX_TABLE_BYTES), str(path))
 
 
@@ -101,10 +101,8 @@ def loads_of(value: Any) -> Floats:
 
 def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_expert_slots: int) -> Cluster:
     """Return a cluster of ranks with `num_expert_slots` each. If that is at least the number of
-    experts, it counts as the slots of all ranks together: a rank with every expert needs no expert
-    parallelism.
-
-    Raises ValueError if sizes do not divide.
+    experts, it is taken as the total of all ranks, because a rank with every expert needs no expert
+    parallelism. Raises ValueError if sizes do not divide evenly.
     """
     if num_ranks > 1 and num_expert_slots >= loads.shape[-1]:
         if num_expert_slots % num_ranks:
@@ -116,8 +114,8 @@ def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_expert_slots: 
 
 
 def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
-    """Return the placement of `physical_to_logical` rows, with expert slots rank by rank. Raises
-    ValueError if it does not fit.
+    """Return the placement with `physical_to_logical` rows [L, R*S], rank by rank. Raises
+    ValueError if the rows do not fit the loads and cluster.
     """
     rows = value.get("physical_to_logical") if isinstance(value, dict) else value
     num_layers, num_experts = loads.shape[-2:]
@@ -141,8 +139,8 @@ def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
 def as_json(
     plan: ExpertPlan, loads: Floats, before: Placement | None, elapsed_ms: float
 ) -> dict[str, Any]:
-    """Return the plan as plain values, with expert slots rank by rank. `moved_replicas` is null
-    without a placement before.
+    """Return the plan as JSON values, with expert slots rank by rank. `moved_replicas` is null if
+    `before` is None.
     """
     num_layers = plan.placement.num_layers
     split = (
@@ -159,8 +157,8 @@ def as_json(
 
 
 def split_of(value: Any, placement: Placement) -> Floats | None:
-    """Return the split [L, R, S] in the output of --json; None: even. Raises ValueError if it is
-    invalid.
+    """Return the load split [L, R, S] in the output of --json; None if it is even. Raises
+    ValueError if it is invalid.
     """
     rows = value.get("split") if isinstance(value, dict) else None
     if rows is None:
@@ -188,9 +186,7 @@ def bars(
     width: int = 80,
 ) -> str:
     """Return bars of the balancedness before and after, and the ranks' loads in the layer that was
-    worst before.
-
-    Lines have at most `width` characters, or as many as a bar of ten needs.
+    worst before, in lines of at most max(`width`, 28) characters.
     """
     num_chars = max(10, width - MARGIN_CHARS)
     start = before if before is not None else _in_order(loads, cluster)
@@ -229,10 +225,10 @@ def bars(
 
 
 def _rank_rows(label_to_row: dict[str, Floats], num_chars: int) -> list[str]:
-    """Return lines with one character per rank's load, all on one scale; then the minimum and
-    maximum load.
+    """Return lines with one character per rank for its load, on a common scale, and each row's
+    minimum and maximum.
     """
-    num_chars -= num_chars % 8 if num_chars > 8 else 0  # A node has 8 ranks in most places.
+    num_chars -= num_chars % 8 if num_chars > 8 else 0  # Most nodes have 8 ranks.
     top = max(row.max() for row in label_to_row.values()) or 1.0
     lines = []
     for label, row in label_to_row.items():
@@ -264,8 +260,8 @@ def _two_bars(balancedness_L: Floats, loads: Floats, num_chars: int) -> list[str
 
 
 def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float]:
-    """Return mean and worst over the layers with tokens. In some matrices a model's dense layers
-    are rows of zeros.
+    """Return (mean, minimum) over layers with tokens: some matrices have rows of zeros for dense
+    layers.
     """
     summed = loads.reshape(-1, *loads.shape[-2:]).sum(axis=(0, 2))
     counted = balancedness_L[summed > 0] if summed.any() else balancedness_L
@@ -273,7 +269,7 @@ def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float
 
 
 def _in_order(loads: Floats, cluster: Cluster) -> Placement | None:
-    """Return experts in order over the ranks, regardless of loads; None if they do not fit."""
+    """Return a placement of experts in order, regardless of loads; None if they do not fit."""
     num_layers, num_experts = loads.shape[-2:]
     total = sum(cluster.expert_slots)
     if total < num_experts or max(cluster.expert_slots) > num_experts:

@@ -1,4 +1,4 @@
-"""`hadal replay`: repeat the decisions of a recorded live run, and compare each of them."""
+"""Options and output of `hadal replay`."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def replay(
 
 
 def make_role(opening: Opening) -> RecordedRole:
-    """Return the role that a recorded process hosted, made by the same code as in that process.
-    Raises ConfigError.
-    """
+    """Make the role of a recorded process by the code that the process used. Raises ConfigError."""
     from hadal.core.messages.ranks import RankUp
     from hadal.roles import recording
     from hadal.roles.fleet.fleet import make_fleet
@@ -94,7 +92,7 @@ def make_role(opening: Opening) -> RecordedRole:
 
 
 def as_dict(report: ReplayReport, took_s: float) -> dict[str, Any]:
-    """Return the report for programs."""
+    """Return the report for --json."""
     return {
         "is_same": report.difference is None,
         "difference": str(report.difference) if report.difference else None,
@@ -113,7 +111,7 @@ def as_dict(report: ReplayReport, took_s: float) -> dict[str, Any]:
 
 
 def show(report: ReplayReport, took_s: float, console: Console) -> None:
-    """Print the report."""
+    """Print the report as tables."""
     from rich.table import Table
 
     decisions = Table("decision", title="Decided again", title_justify="left")

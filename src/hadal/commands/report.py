@@ -1,4 +1,4 @@
-"""`hadal report`: DeepSeek's published table for served requests, from the gateway's ledger."""
+"""`hadal report`: DeepSeek's published table, for the served requests in the gateway's ledger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hadal.stats.report import HOUR, TENANT, iso, report
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _MAX_S = 3660 * _UNITS_S["d"]
-"""Longest time of a report: ten years, hour by hour."""
+"""Longest time of a report in seconds: ten years."""
 
 
 def run(
@@ -34,8 +34,8 @@ def run(
     has_uses: bool = False,
     now_s: float | None = None,
 ) -> None:
-    """Print the report of the time `last`. `prices`, unless empty, replace the charged ones.
-    `has_uses`: report by tenant, with each tenant's share of the GPUs' time.
+    """Print the report of the time span `last`. `prices`: price list that replaces the charged
+    prices; empty: none. `has_uses`: report by tenant, with each tenant's share of GPU time.
     """
     if has_uses and by not in (HOUR, TENANT):
         raise ConfigError(f"--tenant groups by tenant, but --by is {by!r}; leave one of them out.")
@@ -73,9 +73,7 @@ def run(
 def read(
     url: str, from_us: int, to_us: int, by: str, utc_offset_s: int, *, has_spans: bool = False
 ) -> LedgerWindow:
-    """Return a ledger's records of this time; make no file. Raises LedgerError, StoreDown,
-    ValueError.
-    """
+    """Return a ledger's records between two times. Raises LedgerError, StoreDown and ValueError."""
     store = Store(url)
     try:
         return store.read(from_us, to_us, by=by, utc_offset_s=utc_offset_s, has_spans=has_spans)

@@ -1,4 +1,4 @@
-"""Tables of a report for a terminal, of served or simulated requests. Independent of the ledger."""
+"""Tables of a report on served or simulated requests, for a terminal. Independent of the ledger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = "-"
 
 
 def render(report: Report, title: str) -> Group:
-    """Return the total, the lines below it and the notes, as rich renderables."""
+    """Return the report as rich renderables: total, lines and notes."""
     start, end = (
         iso(time_us, report.utc_offset_s)[:16].replace("T", " ")
         for time_us in (report.from_us, report.to_us)
@@ -39,7 +39,7 @@ def render(report: Report, title: str) -> Group:
 
 
 def _notes(report: Report, lines: list[Line]) -> list[str]:
-    """Return notes that explain omitted lines and dashes."""
+    """Return notes that explain omitted lines, columns and dashes."""
     notes = []
     num_left_out = len(report.lines) - len(lines)
     if num_left_out:
@@ -207,7 +207,7 @@ def _errors(detail: Detail) -> str:
 
 
 def _kind(end: str) -> str:
-    """Return an end with its HTTP phrase, such as 429 Too Many Requests."""
+    """Return a status with its HTTP phrase ("429 Too Many Requests"); other ends unchanged."""
     try:
         return f"{end} {HTTPStatus(int(end)).phrase}"
     except ValueError:
@@ -215,7 +215,7 @@ def _kind(end: str) -> str:
 
 
 def _time(values: tuple[int, ...], at: int, unit: float) -> str:
-    """Return a quantile as a duration; a dash without values. `unit`: value of one second."""
+    """Return values[at] as a duration; a dash without values. `unit`: value of one second."""
     return duration(values[at] / unit) if values else NOTHING
 
 
@@ -225,7 +225,7 @@ def _has_news(line: Line) -> bool:
 
 
 def dollars(micro_usd: int) -> str:
-    """Return dollars as text: whole from 1,000 on, with cents from 1 on, up to six decimals below."""
+    """Return dollars as text: whole from $1,000 on, cents from $1 on, else up to six decimals."""
     sign, amount = "-" * (micro_usd < 0), abs(micro_usd)
     if 0 < amount < 10**6:
         return (
@@ -237,7 +237,7 @@ def dollars(micro_usd: int) -> str:
 
 
 def _tokens(number: int) -> str:
-    """Return a count as text: exact below a million, then with at least three digits and its unit."""
+    """Return a count as text: exact below a million, then as M, B or T with four digits or more."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if number >= limit:
             return f"{number / limit:,.{3 if number < 10 * limit else 1}f} {unit}"

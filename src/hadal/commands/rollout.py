@@ -1,8 +1,7 @@
 """`hadal rollout`: make a running server replace its units, one after the other.
 
-The new model is checked here, before the server receives it: it must fit the server's gateways,
-blocks and memory plan. Then the rollout is sent to the supervisor, and `status.json` shows its
-progress.
+Checks that the new model fits the server's gateways, blocks and memory plan, and sends the rollout
+to the supervisor, which writes its progress to `status.json`.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from hadal.runtime.resolve import TOKENIZERS, model_folder, plan, with_digests
 from hadal.runtime.wire import ZmqWire
 
 EXIT_STOPPED = 1
-"""Exit code if a new unit does not come up: the old units continue, and no other is replaced."""
+"""Exit code if a new unit does not start: other old units continue, and no more are replaced."""
 _OF_THE_GATEWAY = (*TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
-"""Checkpoint files that the gateways have read. A rollout does not restart gateways."""
+"""Files that gateways read at their start. They must not differ: a rollout restarts no gateways."""
 _LOOK_S = 0.2
 _HEARD_S = 10.0
 """Seconds within which the server must begin the rollout."""
 
 
 def roll_out(run_folder: Path | None, model: str, *, is_waited: bool) -> int:
-    """Run a rollout and return the command's exit code. Raises ConfigError if there is no such
-    server, or if it cannot change to the model.
+    """Run a rollout and return the command's exit code. Raises ConfigError if no server is found,
+    or if it cannot change to the model.
     """
     found = find(run_folder)
     message = _message(found.folder, model) if model else Rollout()
@@ -107,7 +106,7 @@ def _bytes_of(path: Path) -> bytes | None:
 
 def _begun(found: Found, before: int) -> RolloutStatus:
     """Wait for a rollout with a number above `before`, and return its status. Raises ConfigError if
-    none begins in time.
+    none begins within _HEARD_S.
     """
     until_s = time.monotonic() + _HEARD_S
     while time.monotonic() < until_s:

@@ -1,4 +1,4 @@
-"""Options of `hadal serve`, which override a deployment's file, and checks of their combinations."""
+"""Options of `hadal serve`, which override the deployment file, and checks of combinations."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def _dry_run(
         resolved = plan(_deployment(config, overrides, tables))
         _keys_for(resolved.deployment, *keys)
         folder = Path(resolved.deployment.model)
-        # A folder with only a config.json can be planned; one with weights must also be servable.
+        # A folder with weights or a tokenizer must be servable; a config.json alone can be planned.
         if has_tokenizer(folder) or any(folder.glob("*.safetensors")):
             read_served_text(folder, resolved.deployment.accept_config)
     except ConfigError as error:
@@ -284,7 +284,7 @@ def _dry_run(
 def _deployment(
     config: Path | None, overrides: dict[str, Any], tables: _Tables | None = None
 ) -> Deployment:
-    """Return the deployment with changed fields: `overrides` at the top level, `tables` in its
+    """Return the deployment with changed fields: `overrides` at its top level, `tables` in its
     tables. None keeps a field's value.
     """
     from hadal.runtime.resolve import deployment_file

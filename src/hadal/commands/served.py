@@ -1,5 +1,5 @@
-"""Tokenizer and chat templates of a folder, read as its gateway would, for `hadal model` and `hadal
-serve --dry-run`.
+"""Tokenizer and chat templates of a folder, read as a gateway reads them, for `hadal model` and
+`hadal serve --dry-run`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ServedText:
     """Chat template, tools, reasoning and context of a model, as its gateway reads them."""
 
     template: str
-    """Names of the chat templates and their file; empty: there is none."""
+    """Names of the chat templates and their file; empty if there is none."""
     tools: str
-    """Name of the model's format for tool calls; empty: it calls no tools."""
+    """Name of the model's format for tool calls; empty if it cannot call tools."""
     thinks: bool
     """True if the model can mark its reasoning."""
     context_tokens: int
@@ -48,8 +48,8 @@ def read_served_text(folder: Path, accepted: Collection[str]) -> ServedText:
 
 
 def why_not_served(folder: Path, accepted: Collection[str], memory_bytes: int | None) -> str:
-    """Return why `hadal serve --model FOLDER` would not start; empty: it would. `memory_bytes`: memory
-    of another machine; None: this one.
+    """Return why `hadal serve --model FOLDER` would not start; empty if it would. `memory_bytes`:
+    memory of another machine; None: this one.
     """
     try:
         room = None if memory_bytes is None else Room(memory_bytes, memory_bytes)

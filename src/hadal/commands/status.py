@@ -1,7 +1,6 @@
 """`hadal status`: state of the server on this host.
 
-Reads the server's run folder, which only its user can read, and sends the server no requests. So it
-works even if the server does not respond.
+Reads the server's run folder, which only its user can read, so it works even if the server hangs.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_and_ra
 EXIT_INCOMPLETE = 1
 """Exit code if a part of the server is not ready."""
 _ENDS = 3
-"""Maximum number of ends of a unit's processes that are shown."""
+"""Number of a unit's last process ends that are shown."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A running server."""
+    """Run folder, status and planned processes of a running server."""
 
     folder: Path
     status: Status
@@ -54,8 +53,8 @@ SERVICE_FOLDER = Path("/run/hadal")
 
 
 def find(run_folder: Path | None) -> Found:
-    """Return the one server of that folder. None: of this user's folders among the temporary files
-    and of the service's folder. Raises ConfigError if there is none, or if one must be chosen.
+    """Return the server that runs in this folder; None: the only one in this user's temporary
+    folders and SERVICE_FOLDER. Raises ConfigError if there is none, or if there are several.
     """
     everywhere = [*Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"), SERVICE_FOLDER]
     running = {}
@@ -81,7 +80,7 @@ def find(run_folder: Path | None) -> Found:
 
 
 def as_dict(found: Found) -> dict[str, Any]:
-    """Return the status for programs."""
+    """Return the status for --json."""
     where = {plan.name: plan for plan in found.plans}
     return {
         **asdict(found.status),
@@ -96,7 +95,7 @@ def as_dict(found: Found) -> dict[str, Any]:
 
 
 def wrong(status: Status) -> list[str]:
-    """Return present problems, a sentence each."""
+    """Return current problems, one sentence each."""
     said = wrong_nodes(status)
     for name, process in status.processes.items():
         if process.phase in (ProcessPhase.READY, ProcessPhase.RESTING):
@@ -116,7 +115,7 @@ def print_status(found: Found, *, as_json: bool) -> int:
 
 
 def show(found: Found, console: Console) -> None:
-    """Print a line about the server, a table of its units, and present problems."""
+    """Print lines about the server, a table of its units, and current problems."""
     status = found.status
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
     console.print(
@@ -152,13 +151,13 @@ def show(found: Found, console: Console) -> None:
 
 
 def _places(processes: Collection[ProcessStatus], nodes: Sequence[int]) -> str:
-    """Return the numbers of a unit's nodes and, in a cluster, the names of their present hosts."""
+    """Return the numbers of a unit's nodes and, in a cluster, the names of their current hosts."""
     names = sorted({process.host for process in processes if process.host})
     return f"{ranges(nodes)} ({', '.join(names)})" if names else ranges(nodes)
 
 
 def units(plans: Sequence[ProcessPlan]) -> dict[str, list[ProcessPlan]]:
-    """Return name -> processes, of each unit and each gateway."""
+    """Return name of a unit (or of a process outside units) -> its processes."""
     found: dict[str, list[ProcessPlan]] = {}
     for plan in plans:
         found.setdefault(unit_and_rank(plan.name)[0], []).append(plan)

@@ -1,6 +1,4 @@
-"""`hadal step`: price of one step of a unit, explained stage by stage. Imports the step model only
-when called.
-"""
+"""Options and output of `hadal step`. Imports the step model only when called."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ EPILOG = examples(
 _TIMELINE_WIDTH = 96
 _TRACED_LAYERS = 8
 _MAX_SIZE = 1e9
-"""Largest batch or length: far beyond real ones, and small enough that times stay finite."""
+"""Largest batch size or length in tokens: far above real values, but times stay finite."""
 
 
 def step(
@@ -186,7 +184,7 @@ def _check_options(phase: str, own: dict[str, dict[str, float | None]]) -> None:
 
 
 def as_object(price: StepPrice, balanced: StepPrice) -> dict[str, Any]:
-    """Return the output of --json. `balanced`: the same step with rows spread evenly over ranks."""
+    """Return the output of --json. `balanced`: price of the step with rows spread evenly."""
     return {
         "step_ms": price.seconds * 1e3,
         "tokens_per_s_gpu": price.tokens_per_s_gpu,

@@ -1,8 +1,8 @@
 """MLA's core attention on a CPU, in absorbed form over the paged latent cache, and the selection of
 positions for its sparse form. Independent of projections.
 
-All heads share each latent row, so one load of it serves a group of heads. A sequence is cut into
-ranges of positions by its length alone, so results are bit-equal for any batch and number of
+All heads share each latent row, so one load serves a group of heads. Only a sequence's length
+decides how it is cut into ranges of positions, so results are bit-equal for any batch and number of
 threads. Each op has a slow twin of the same name in `hadal.reference.attention`, which runs where
 the kernels cannot (a GPU, no compiler). Shapes: B requests, H heads, C latent, R rotated, P blocks,
 L layers, S = 64 block tokens, M blocks of a request, D values of an entry, C + R or more, K
@@ -18,11 +18,11 @@ from hadal.kernels import library
 from hadal.reference import attention as twin
 from hadal.reference.attention import SeenEntries
 
-BLOCK_TOKENS = 64  # compiled in: cpu/attention.h, kBlock
+BLOCK_TOKENS = 64  # must equal kBlock in cpu/attention.h
 
 
 def available(cache_PLSD: Tensor) -> bool:
-    """Return True if the fast path takes this cache; otherwise the twin runs."""
+    """Return True if the kernels can read this cache; otherwise the twin runs."""
     return (
         library.load() is not None
         and library.fits(cache_PLSD)
@@ -38,10 +38,9 @@ def mla_decode(
     selected_BK: Tensor | None = None,
 ) -> Tensor:
     """Return o_latent [B, H, C]. A request with more than K visible positions attends only to
-    selected_BK[b], in ascending order.
-
-    Raises ValueError if shapes do not match, a length is negative, a table names a block out of
-    range, a selected position is not visible, or `first` is neither 0 nor 1.
+    selected_BK[b], which is ascending. Raises ValueError if shapes do not match, a length is
+    negative, a table names a block out of range, a selected position is not visible, or `first` is
+    neither 0 nor 1.
     """
     _check_first(seen.first)
     lib = library.load()
@@ -83,7 +82,7 @@ def select_positions(
     q_BJX: Tensor, weights_BJ: Tensor, seen: SeenEntries, num_selected: int
 ) -> Tensor:
     """Return selected [B, K] int32, ascending: the K visible positions of a request with the best
-    scores. Rows of requests with at most K visible positions are meaningless. A position's key is
+    scores. The rows of requests with at most K visible positions are undefined. A position's key is
     the last X values of its entry (DeepSeek-V3.2's lightning indexer; J index heads, X index key).
 
     Raises ValueError as `mla_decode` does.
@@ -121,8 +120,8 @@ def _check_first(first: int) -> None:
 def _cache_arguments(
     batch: int, width: int, seen: SeenEntries
 ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor]]:
-    """Return C's arguments for entries of at least `width` values, and tensors to keep until C has
-    returned. Raises ValueError.
+    """Return (arguments for C++, tensors that must stay alive during the call). `width`: values
+    read per entry. Raises ValueError if shapes do not match.
     """
     cache_PLSD, block_table_BM, layer_index = seen.cache_PLSD, seen.block_table_BM, seen.layer_index
     num_blocks, num_layers, _, entry = cache_PLSD.shape

@@ -1,8 +1,8 @@
-"""Compile the C++ kernels once per machine and keep the shared library in the user's cache.
+"""Compile the C++ kernels once per machine, into a shared library in the user's cache.
 
 Depends on compilers, files and locks, not on the library's content. The library's name is a hash of
-everything that decides its content (sources, flags, compiler, the CPU's features), so a wrong one
-is never loaded and none is ever rebuilt in place.
+all its inputs (sources, flags, compiler, CPU features), so a stale library is never loaded, and a
+library is never rebuilt in place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAGS = (
     "-fPIC",
     "-pthread",
     "-fvisibility=hidden",
-    # Fuse every multiply-add; errno and traps would keep sqrt and selects out of vector code.
+    # Fuse every multiply-add. With errno and traps, sqrt and selects could not be vectorised.
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -39,7 +39,7 @@ FLAGS = (
     # reach the caller, not vanish).
 )
 KERNELS = "HADAL_KERNELS"
-"""Environment variable: the instruction set of the kernels, or "plain" for torch alone."""
+"""Environment variable with the kernels' instruction set, or "plain" for torch without kernels."""
 PLAIN = "plain"
 BEST = "best"
 INSTRUCTION_SETS = {
@@ -49,30 +49,28 @@ INSTRUCTION_SETS = {
     "avx2": ("-march=native", "-mno-avx512f"),
     "generic": (),
 }
-"""Compiler flags of each instruction set. A library has one set and only its results: a token must
-not depend on the code path of a product.
+"""Compiler flags of each instruction set. A library is compiled for one set, because a token must
+not depend on the code path that multiplied it.
 """
 COMPILE_TIMEOUT_S = 3600
-"""Generous: the compiler needs half a minute of a core, and a machine that gives it a hundredth of
-one is busy, not broken.
-"""
+"""Timeout of a compilation, which needs half a minute of a core: a busy machine may give it 1 %."""
 _POLL_S = 0.2
 _VERSION_TIMEOUT_S = 60.0
 
 OnElapsed = Callable[[float], None]
-"""Callback during a compilation, here or in another process, with the seconds since its start."""
+"""Callback with the seconds spent so far on compiling, or on waiting for another process to."""
 
 
 class BuildError(RuntimeError):
-    """No library on this machine; the message has the reason and a remedy."""
+    """Error: this machine has no library; the message has the reason and a remedy."""
 
 
 class TimedOut(BuildError):
-    """Compilation timeout; a later attempt may succeed."""
+    """Error: the compilation timed out; a later attempt may succeed."""
 
 
 def instruction_set() -> str:
-    """Return the requested set: PLAIN, BEST or a name. Raises BuildError for an unknown value."""
+    """Return the value of HADAL_KERNELS, or BEST. Raises BuildError for an unknown value."""
     asked = os.environ.get(KERNELS) or BEST
     if asked != PLAIN and asked not in INSTRUCTION_SETS:
         known = ", ".join((PLAIN, *INSTRUCTION_SETS))
@@ -81,8 +79,8 @@ def instruction_set() -> str:
 
 
 def runs_plain() -> bool:
-    """Return True if every op runs in plain torch: it is requested, or there is no compiler. Raises
-    BuildError for an unknown value.
+    """Return True if every op runs in plain torch, by request or without a compiler. Raises
+    BuildError for an unknown value of HADAL_KERNELS.
     """
     if instruction_set() == PLAIN:
         return True
@@ -94,7 +92,7 @@ def runs_plain() -> bool:
 
 
 def check_asked(found: str) -> None:
-    """Raise BuildError if an instruction set was requested and the library has another one."""
+    """Raise BuildError unless the library's instruction set `found` is the requested one."""
     asked = instruction_set()
     if asked not in (BEST, found):
         raise BuildError(f"{KERNELS} is {asked!r}, and this processor gives {found}.")
@@ -134,7 +132,7 @@ def cache_folder() -> Path:
 
 
 def _compiler() -> list[str]:
-    """Return the command of `$CXX`, or the first known compiler in the path."""
+    """Return the command in `$CXX`, or the first known compiler on the PATH. Raises BuildError."""
     asked = shlex.split(os.environ.get("CXX", ""))
     for command in [asked] if asked else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(command[0]):
@@ -155,7 +153,7 @@ def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> st
 
 
 def _cpu_features() -> bytes:
-    """Return the CPU features that decide -march=native: machines may share a cache folder."""
+    """Return the CPU's features, which decide -march=native: machines may share a folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -168,8 +166,8 @@ def _cpu_features() -> bytes:
 
 @contextlib.contextmanager
 def only_one(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold a file lock, so that processes that start together compile once. The lock ends with its
-    process. `waiting` is called while another process holds it.
+    """Hold a file lock, so that only one process compiles. The lock ends with its process.
+    `waiting` is called every _POLL_S while another process has the lock.
     """
     with path.open("w") as file:
         while True:
@@ -196,10 +194,10 @@ def _compile(compile_command: list[str], library: Path, on_elapsed: OnElapsed) -
 
 
 def _run(command: list[str], on_elapsed: OnElapsed) -> tuple[int, str]:
-    """Return exit code and output of the compiler. Raises TimedOut."""
+    """Return (exit code, output) of the compiler. Raises TimedOut."""
     start_s = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        # Own session: a compiler is several processes, and all must be killed.
+        # In its own session, so that a timeout kills all processes of the compiler.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

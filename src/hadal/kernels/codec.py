@@ -1,4 +1,4 @@
-"""Rows as they travel between ranks: encode with gather, decode, and the weighted sum of returned
+"""Rows in messages between ranks: encode with gather, decode, and the weighted sum of returned
 rows.
 
 Bit-equal to the twin `hadal.reference.codec`, which runs where the kernels cannot (a GPU, no
@@ -21,10 +21,8 @@ MAX_TOP_K = 64
 
 
 def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: str) -> None:
-    """Fill rows_NB (uint8, rows may have gaps) with the rows `index_N` (int32) of x_TD, all in
-    order if None.
-
-    Raises ValueError if shapes do not match or an index is out of range.
+    """Encode the rows `index_N` (int32) of x_TD (None: all in order) into rows_NB (uint8; gaps
+    between rows are allowed). Raises ValueError if shapes do not match or an index is out of range.
     """
     num_tokens, hidden = x_TD.shape
     num_rows = num_tokens if index_N is None else index_N.shape[0]
@@ -79,9 +77,8 @@ def weighted_sum(
     out_TD: Tensor,
 ) -> None:
     """Set out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused
-    multiply-add each.
-
-    `row_format` "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if shapes do not match.
+    multiply-add each. `row_format`: "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if
+    shapes do not match.
     """
     num_tokens, hidden = out_TD.shape
     num_rows, top_k = rows_PB.shape[0], ids_TK.shape[1]

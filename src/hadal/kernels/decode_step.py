@@ -1,11 +1,11 @@
-"""Whole decode step outside Python: from token ids to logits in one call without the GIL or
-allocations, and the same for the MTP module, which drafts.
+"""Whole decode step, from token ids to logits, and drafts of the MTP module, each as one C++ call
+without the GIL or allocations.
 
-Depends on a model's weights and a rank's cache, not on requests. Weights are used in place, none is
-copied. Rows of a batch may be several consecutive positions of one sequence: every row's entry is
-cached before any row attends. Shapes: B rows, T rows (some only write their entry), V
-vocabulary, D hidden, P blocks, L layers, S = 64 block tokens, M blocks of a row. Twins:
-`hadal.reference.decode` and `hadal.reference.mtp`.
+Depends on a model's weights and a rank's cache, not on requests. Weights are used in place. Several
+rows of a batch may be consecutive positions of one sequence, because every row's entry is cached
+before any row attends. Shapes: B rows, T rows (some only write their entry), V vocabulary, D
+hidden, P blocks, L layers, S = 64 block tokens, M blocks of a row. Twins: `hadal.reference.decode`
+and `hadal.reference.mtp`.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class _StepShape(ctypes.Structure):
 
 
 def available(weights: ModelWeights) -> bool:
-    """Return True if the fused step can run this model here: kernels are built and take all weights."""
+    """Return True if the kernels are built and can read all of the model's weights."""
     return _takes(weights, weights.layers, (weights.norm_D,), ())
 
 
 def draft_available(weights: ModelWeights) -> bool:
-    """Return True if the model's MTP module was loaded and the kernels take all of its weights."""
+    """Return True if the model's MTP module was loaded and the kernels can read all its weights."""
     module = weights.mtp
     return module is not None and _takes(
         weights,
@@ -114,9 +114,7 @@ class DecodeStep:
         max_batch: int,
         num_threads: int | None = None,
     ) -> None:
-        """Raises ValueError if the step is not `available` for these weights or the cache does not
-        match.
-        """
+        """Raise ValueError if `available` is false for these weights or the cache does not match."""
         if not available(weights):
             raise ValueError(
                 "the step needs built kernels and weights on the CPU; ask available()."
@@ -148,8 +146,8 @@ class DecodeStep:
         return self._step.run(tokens_B, positions_B, block_table_BM, None, batch)
 
     def hidden(self, batch: int) -> Tensor:
-        """Return the last call's hidden states [B, D] after the last norm: the input of the head
-        and of an MTP module. A view of a buffer that the next call overwrites.
+        """Return the last call's hidden states [B, D] after the last norm (input of the head and an
+        MTP module), as a view of a buffer that the next call overwrites.
         """
         return self._step.normed_BD[:batch]
 
@@ -164,9 +162,8 @@ class _DraftTableStruct(ctypes.Structure):
 
 
 class DraftTable:
-    """Arrays of a rank for the MTP module, by slot. All on the CPU; integers are int64.
-
-    C reads and writes the arrays in place. `hadal.model.drafts.Drafter` documents them.
+    """Arrays of a rank for the MTP module, by slot, on the CPU; integers are int64. C++ reads and
+    writes them in place. `hadal.model.drafts.Drafter` documents them.
     """
 
     def __init__(
@@ -196,8 +193,8 @@ class DraftTable:
         rows_N: np.ndarray,
         hidden_RD: Tensor,
     ) -> None:
-        """Store drawn tokens, each with the state at row `rows_N` as that of the position before
-        it; zeros at a block's first position. Raises ValueError for a slot or row out of range.
+        """Store drawn tokens, and for each the state of the position before, row `rows_N` of
+        `hidden_RD` (zeros at a block's start). Raises ValueError for a slot or row out of range.
         """
         num_tokens = len(slots_N)
         library.check_array("slots_N", slots_N, num_tokens, np.int64)
@@ -233,8 +230,8 @@ class DraftStep:
         num_threads: int | None = None,
         max_full: int | None = None,
     ) -> None:
-        """`max_rows`: most rows of a call; `max_full`: most rows that draft, all if None. Raises ValueError
-        if the step is not `draft_available` for these weights or the cache has no layer for it.
+        """`max_rows`: most rows per call; `max_full`: most rows that draft (None: all). Raises
+        ValueError if not `draft_available(weights)`, or if the cache has no layer for the module.
         """
         module = weights.mtp
         if module is None or not draft_available(weights):
@@ -282,12 +279,11 @@ class DraftStep:
         num_full: int,
     ) -> Tensor:
         """Write the module's entry of each token at its position; return the logits [num_full, V]
-        of the first `num_full` rows, each for the token after its own.
-
-        `hidden_TD`: the normed hidden state of the position before each token's, zeros at a block's
-        first position. It may be the result of `hidden`. The result is a view of a buffer that the
-        next call overwrites. Raises ValueError if a shape, token, position or block is out of range
-        or a row would draft at position 0; nothing has been written then.
+        of the first `num_full` rows, each for the token after its own. `hidden_TD`: the normed
+        hidden state of the position before each token, zeros at a block's first position; may be
+        the result of `hidden`. The result is a view of a buffer that the next call overwrites.
+        Raises ValueError if a shape, token, position or block is out of range or a row would draft
+        at position 0; nothing has been written then.
         """
         num_rows = len(tokens_T)
         if not (0 <= num_rows <= self.max_rows and 0 <= num_full <= min(num_rows, self.max_full)):
@@ -310,10 +306,9 @@ class DraftStep:
         rooms_N: np.ndarray,
         block_table_NM: Tensor,
     ) -> None:
-        """Write all unwritten entries of these slots, up to the last token at its position; then
-        draft `num_drafts` tokens after it, each the most likely after the one before: all in one
-        call. A slot's KV with drafts fits into `rooms_N` positions. No slot may be listed twice.
-        Raises ValueError if a value is out of range.
+        """Write these slots' missing entries, up to the last token, at `positions_N`. Then draft
+        `num_drafts` tokens greedily, fewer where a slot's `rooms_N` positions are full. No slot may
+        be listed twice. Raises ValueError if a value is out of range.
         """
         num_slots = len(slots_N)
         library.check_array("slots_N", slots_N, num_slots, np.int64)
@@ -339,14 +334,14 @@ class DraftStep:
         )
 
     def hidden(self, num_full: int) -> Tensor:
-        """Return the last call's hidden states [num_full, D] after the module's last norm: the
-        input of the head and of a further draft. A view of a buffer that the next call overwrites.
+        """Return the last call's hidden states [num_full, D] after the module's last norm (input of
+        the head and a further draft), as a view of a buffer that the next call overwrites.
         """
         return self._step.normed_BD[:num_full]
 
 
 class _Step:
-    """C state of one step, and the buffers that it fills. The caller has checked every shape."""
+    """Owner of a C++ Step and of the buffers that it fills. The caller has checked every shape."""
 
     def __init__(
         self,
@@ -361,13 +356,14 @@ class _Step:
         """`norm_D`: the norm before the head. `module`: enorm, hnorm and eh_proj of an MTP module."""
         lib = library.load()
         assert lib is not None
-        self._kept = (weights, cache_PLSD)  # C holds their addresses.
+        self._kept = (weights, cache_PLSD)  # C++ has their addresses.
         team = library.team(num_threads)
         self._shape = shape
         self.logits_BV = torch.empty((shape.max_batch, shape.vocab))
         self.normed_BD = torch.empty((shape.max_batch, shape.D))
         self._logits = [self.logits_BV[:num_rows] for num_rows in range(shape.max_batch + 1)]
-        """Views by number of rows. Slicing releases the GIL, and the step would wait to get it back."""
+        """Views by number of rows. Made in advance: slicing releases the GIL, which delays a step.
+        """
         whole = (norm_D, weights.cos_sin, weights.embed, weights.head, cache_PLSD, *module)
         parts = [part for layer in layers for part in (*_vectors(layer), *_matrices(layer))]
         handle = lib.hadal_step_new(
@@ -379,7 +375,7 @@ class _Step:
         if not handle:
             raise MemoryError("the step's working memory could not be allocated.")
         self.in_c = handle, team, ctypes.addressof(shape)
-        """First arguments of every call in C: the step, its team and its shape."""
+        """First arguments of every C++ call: addresses of the step, its team and its shape."""
         self._run = lib.hadal_step_run
         weakref.finalize(self, lib.hadal_step_free, handle)
 
@@ -420,7 +416,7 @@ class _Step:
 
 
 def _address(part: Tensor | Matrix | MlpWeights | Experts | None) -> int | None:
-    """Return the address that C uses for a part; None for None."""
+    """Return the address of a part for C++; None for None."""
     if part is None:
         return None
     return part.data_ptr() if isinstance(part, Tensor) else address(part)
@@ -447,7 +443,7 @@ def _check_cache(weights: ModelWeights, cache_PLSD: Tensor, num_layers: int) -> 
 
 # A layer's weights, in the order of LayerPointers in cpu/step.h.
 def _vectors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
-    """Return norms and the gate, all FP32."""
+    """Return the norms and the gate, all in FP32."""
     a, moe = layer.attention, layer.moe
     gate = (None, None) if moe is None else (moe.router.values, moe.router_bias_E)
     keys = (None, None) if (x := a.indexer) is None else (x.k_norm_X, x.k_norm_bias_X)
@@ -500,7 +496,7 @@ def _shape(
     )
 
 
-# C trusts the config's dimensions, so every tensor must have them.
+# C++ trusts the config's dimensions, so every tensor is checked against them.
 def _check_weights(weights: ModelWeights) -> None:
     """Check the weights outside of the layers."""
     c = weights.config

@@ -1,5 +1,5 @@
-"""MoE gate and routed SwiGLU experts of a layer on a CPU: tokens sorted by expert, one grouped
-product per projection.
+"""MoE gate and routed SwiGLU experts on a CPU: tokens sorted by expert, one grouped product per
+projection.
 
 Deterministic: a token's result is bit-equal for any batch and number of threads, because its
 experts are added by ascending id. The gate does not depend on expert weights, nor the experts on
@@ -59,10 +59,8 @@ def gate(
 
 
 def experts(x_TD: Tensor, held: Experts, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return y [T, D] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]); all experts have one
-    shape.
-
-    Raises ValueError if shapes do not match or an id's expert is not held.
+    """Return y [T, D] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]). All experts have one
+    shape. Raises ValueError if shapes do not match or `held` lacks an id's expert.
     """
     lib = library.load()
     if lib is None or not library.fits(x_TD, weights_TK) or not takes(held):

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _teams: dict[int, int] = {}
 _on_elapsed: list[OnElapsed] = []
-"""Callbacks during compilation; empty in processes that report no start-up progress."""
+"""Callbacks during a compilation; empty in processes that report no start-up progress."""
 _STATUS = {
     1: "a token id is outside the vocabulary",
     2: "a position or length is negative or beyond the model's last position",
@@ -68,7 +68,7 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": c
 
 
 class _Tell:
-    """Callback that logs the compilation once, and forwards the elapsed time."""
+    """Callback that logs the first call, and forwards the elapsed time to `_on_elapsed`."""
 
     _is_logged = False
 
@@ -85,7 +85,7 @@ class _Tell:
 
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
-    """Return the library, or None if the plain path is requested or nothing can be built."""
+    """Return the library, or None if plain torch is requested or the library cannot be built."""
     try:
         if instruction_set() == PLAIN:
             _log.info("HADAL_KERNELS=plain: every op runs in plain torch")
@@ -109,8 +109,8 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def prepare(on_elapsed: OnElapsed) -> None:
-    """Load the library now, at the start of a process. `on_elapsed` receives the seconds of a
-    running compilation.
+    """Load the library at the start of a process. `on_elapsed` receives the seconds of a
+    compilation.
     """
     _on_elapsed[:] = [on_elapsed]
     load()
@@ -123,9 +123,7 @@ def isa() -> str:
 
 
 def team(num_threads: int | None = None) -> int:
-    """Return the handle of the process's team of that size (torch's thread count if None), started
-    at first use.
-    """
+    """Return the handle of the process's team with `num_threads` (None: as torch), started once."""
     library = load()
     assert library is not None, "ask load() first"
     count = torch.get_num_threads() if num_threads is None else num_threads
@@ -142,7 +140,7 @@ def team(num_threads: int | None = None) -> int:
 
 
 class KernelTeam:
-    """Team of torch's thread count, in the form that runtime/pinning expects."""
+    """Team with torch's number of threads, in the form that runtime/pinning expects."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self._handle = library, team()
@@ -167,7 +165,7 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def check_shape(name: str, tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the tensor has this shape; otherwise C would read past its end."""
+    """Raise ValueError unless the tensor has this shape: C++ could read past its end."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; {list(shape)} is needed.")
 
@@ -180,14 +178,14 @@ def check_array(name: str, values: np.ndarray, length: int, dtype: npt.DTypeLike
 
 def as_int(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the same integers, contiguous on the CPU; the tensor itself if it already is."""
-    # Each torch op releases the GIL, and the step waits to get it back.
+    # Avoid torch ops: each releases the GIL, and the step waits to get it back.
     if tensor.dtype is dtype and tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor
     return tensor.to(device="cpu", dtype=dtype).contiguous()
 
 
 def check_status(status: int) -> None:
-    """Raise the exception for a kernel's return code; 0 raises none."""
+    """Raise MemoryError or ValueError for a kernel's return code other than 0."""
     if status == _OUT_OF_MEMORY:
         raise MemoryError("a kernel's working memory could not be allocated.")
     if status:

@@ -20,10 +20,10 @@ from hadal.kernels.codec import FORMATS, MAX_TOP_K
 from hadal.reference.route import Route
 
 Arrived = tuple[Tensor, int, int]
-"""(message, its rows, its pairs); the message's size has been checked against both counts."""
+"""(message, number of its rows, number of its pairs). Its size has been checked against both."""
 
 NORMAL, LOW_LATENCY = 1, 2
-"""Kind of a message, in its header, so that a rank in another mode does not misread it."""
+"""Kinds of messages. The header has the kind, so that a rank in the other mode rejects it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def pack(
     offset_R: Sequence[int],
     buffer: Tensor,
 ) -> bool:
-    """Write every rank's message at its offset in the buffer (-1: none). Return False if nothing
-    was done.
+    """Write each rank's message at its offset in the buffer (-1: no message). Return False, and
+    write nothing, where the kernels cannot run.
     """
     lib = library.load()
     num_tokens, top_k = route.at_TK.shape
@@ -96,10 +96,9 @@ def unpack(
     expert_slot_M: Tensor,
     out_ND: Tensor,
 ) -> bool:
-    """Fill row_M, expert_slot_M (int64) and out_ND: the own part (tokens, rows, expert slots;
-    int32), then the messages in order.
-
-    Adds every expert slot's pairs to counts_S (int64). Returns False if nothing was done. Raises
+    """Fill row_M, expert_slot_M (int64) and out_ND: first from `own` (this rank's tokens, rows,
+    expert slots; int32), then from the messages in order. Add each expert slot's number of pairs to
+    counts_S (int64). Return False, and write nothing, where the kernels cannot run. Raises
     ValueError if a message names a row or expert slot out of range.
     """
     lib = library.load()

@@ -1,9 +1,9 @@
 """Products with weights on a CPU: y = x W^T for any number of tokens, SwiGLU, the products of each
 head with its own matrix around MLA's absorbed core attention, and the RMS norm.
 
-A row's result is bit-equal for any other rows and number of threads. torch's own products do not
-promise that, and a difference in the last bit suffices to round an activation differently under FP8
-dispatch. Independent of models.
+A row's result is bit-equal for any other rows and any number of threads. torch's own products do
+not promise that, and under FP8 dispatch a difference in the last bit can round an activation to
+another code. Independent of models.
 
 Each op has a slow twin of the same name in `hadal.reference.products`, which runs where the kernels
 cannot (a GPU, no compiler). Shapes: M tokens, K inputs, N outputs; B rows, H heads, N plain key
@@ -23,10 +23,8 @@ from hadal.reference.params import Matrix, MlpWeights
 
 
 def linear(x_MK: Tensor, w: Matrix) -> Tensor:
-    """Return y [M, N] (or [..., N] for x of more dimensions) for w [N, K]; plain torch where the
-    kernels cannot run.
-
-    Raises ValueError if the shapes do not match.
+    """Return y [M, N] (or [..., N] for x of more dimensions) for w [N, K]. Raises ValueError if the
+    shapes do not match.
     """
     lib = library.load()
     if lib is None or not library.fits(x_MK) or not takes(w):
@@ -75,9 +73,7 @@ def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
 
 def heads_in(q_BHN: Tensor, kv_b: Matrix) -> Tensor:
     """Return W_UK applied to the query: [B, H, C]. Rows of `kv_b` as in AttentionWeights. The query
-    may be a view with a dense last dimension.
-
-    Raises ValueError if the shapes do not match.
+    may be a view with a dense last dimension. Raises ValueError if the shapes do not match.
     """
     lib = library.load()
     is_plain = q_BHN.dtype is torch.float32 and q_BHN.device.type == "cpu" and q_BHN.stride(-1) == 1
@@ -134,7 +130,7 @@ def heads_out(o_BHC: Tensor, kv_b: Matrix, num_values: int) -> Tensor:
 
 
 def _rows_apart(kv_b: Matrix, num_heads: int, num_rows: int) -> int:
-    """Return the rows of one head. Raises ValueError if rows do not divide by the heads or are too few."""
+    """Return the rows per head. Raises ValueError if that is no integer or below `num_rows`."""
     apart = kv_b.shape[0] // num_heads
     if apart * num_heads != kv_b.shape[0] or apart < num_rows:
         raise ValueError(f"kv_b has {kv_b.shape[0]} rows, which {num_heads} heads do not share.")

@@ -1,7 +1,5 @@
 """Draw tokens on a CPU, all rows of a step in one call. Twin: `hadal.reference.sampling`, which
-documents the rules.
-
-A row's token is bit-equal for any batch and number of threads.
+documents the rules. A row's token does not depend on the batch or the number of threads.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ def sample(
     table: SlotTable,
     masks: RowMasks | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Draw tokens as the twin does. Raises ValueError if shapes or types do not match, or a slot is
-    out of range or listed twice; nothing is drawn then.
+    """Draw tokens like the twin. Raises ValueError, before any draw, if shapes or types do not
+    match, or a slot is out of range or listed twice.
     """
     lib = library.load()
     if lib is None or logits_RV.device.type != "cpu":
@@ -45,9 +43,9 @@ def sample(
             library.check_shape(name, history_SV, (num_slots, vocabulary))
     if masks is not None:
         _check_masks(masks, num_rows, vocabulary)
-    # C rejects slots out of range.
+    # The C++ code rejects slots out of range.
     num_best = int(table.slots_S["num_logprobs"].take(slots_B, mode="clip").max(initial=0))
-    ints = np.empty(1 + batch + num_rows, np.int64)  # Total number, num_drawn_B, at_R.
+    ints = np.empty(1 + batch + num_rows, np.int64)  # Number of drawn tokens, num_drawn_B, at_R.
     rows_R, best_RK = np.empty(num_rows, ROW), np.empty((num_rows, num_best), TOKEN_VALUE)
     at = ints.ctypes.data
     library.check_status(

@@ -1,5 +1,5 @@
-"""Weights as C structures (cpu/weight.h, Matrix; cpu/experts.h, MlpMatrices): addresses and layout,
-created on first use and kept as long as the weight.
+"""Weights as C structures (cpu/weight.h, Matrix; cpu/experts.h, MlpMatrices), made on first use and
+kept as long as the weight.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class _Mlp(ctypes.Structure):
 
 _TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, FP8: 2}
 TILED_COLUMNS = 512
-"""Minimum number of columns of a matrix for tile units: smaller ones take less time to multiply
-than their tokens to pack. The shape decides and not the batch, since the batch must not change any
-bit of a result.
+"""Minimum number of columns of a matrix for tile units: for smaller ones packing the tokens takes
+longer than multiplying. The batch does not decide, because it must not change a result.
 """
 _described: weakref.WeakKeyDictionary[Matrix | MlpWeights | Experts, Any] = (
     weakref.WeakKeyDictionary()
@@ -44,23 +43,23 @@ _described: weakref.WeakKeyDictionary[Matrix | MlpWeights | Experts, Any] = (
 
 
 def takes(*weights: Matrix | MlpWeights | Experts | None) -> bool:
-    """Return True if the kernels can multiply all these weights in their present form."""
+    """Return True if the kernels can multiply all these weights in their stored form."""
     return all(describe(weight) is not None for weight in weights if weight is not None)
 
 
 def address(weight: Matrix | MlpWeights | Experts) -> int:
-    """Return the address of the weight's C structure; the kernels must take the weight."""
+    """Return the address of the weight's C structure. `takes(weight)` must be true."""
     return ctypes.addressof(describe(weight))
 
 
 def describe(weight: Matrix | MlpWeights | Experts) -> Any:
-    """Return the C structure of a weight; None if the kernels do not take it. Raises ValueError if
-    shapes within a network, or among experts, do not match.
+    """Return the C structure of a weight; None if the kernels cannot multiply it. Raises ValueError
+    if shapes within a network, or of its experts, do not match.
     """
     try:
         return _described[weight]
     except KeyError:
-        # If two threads create it, the first one stays: its address may be in use.
+        # If two threads create a structure, keep the first: its address may be in use.
         return _described.setdefault(weight, _structure_of(weight))
 
 

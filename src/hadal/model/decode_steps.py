@@ -183,7 +183,7 @@ class DecodeSteps:
         self, plan: DecodePlan, fed: _Fed, drawn: Drawn, hidden_RD: Tensor | None
     ) -> np.ndarray:
         """Advance the table by the drawn tokens, and publish blocks that other ranks will read.
-        Return each token's slot.
+        Return the tokens' slots.
         """
         table, drafter = self._table, self._drafter
         slots_N: np.ndarray = table.slots_B[fed.of_R[drawn.rows]]

@@ -99,7 +99,7 @@ def _by_level(levels: Sequence[Row], key: str, label: str) -> Figure | None:
 
 
 def _served(levels: Sequence[Row]) -> Figure | None:
-    """Return a bar chart of requests per second: all answered ones, and the ones within every SLO."""
+    """Return a bar chart of requests/s: all answered ones, and the ones within every SLO."""
     if not any(number(level, "requests_per_s") for level in levels):
         return None
     series = [("answered", "--prefill", [number(level, "requests_per_s") for level in levels])]

@@ -41,7 +41,7 @@ constexpr int kMostParts = 3;                          // BF16s that make an FP3
 constexpr long kPanelBytes = 1 << 20;                  // packed tokens of a panel, which stay in L2 while W is streamed
 constexpr int kMostPanelTokens = 256;
 
-// Write n <= 128 values of a row of W as BF16 to its line of tiles `tile_stride` values apart, with zeros after them.
+// Write n <= 128 values of a row of W as BF16, padded with zeros, to its lines in tiles `tile_stride` values apart.
 HADAL_INLINE void widen_tile_row(const Matrix& w, const char* from, int n, uint16_t* to, long tile_stride) {
     if (w.type == kWeightBf16) {
         for (int k = 0; k < n; k += kTileDepth, to += tile_stride) {
@@ -104,15 +104,15 @@ HADAL_INLINE __m512i take_bf16(__m512& a, __m512& b) {
     return near;
 }
 
-// Tokens of one panel, packed as right operands: by tile of 16 tokens, by 32 of K, by part.
+// Tokens of one panel, packed as right operands: by tile of 16 tokens, then by 32 of K, then by part (BF16 of the sum).
 struct Panel {
     int num_tokens, num_parts, num_steps;  // steps of 32 along K
     uint16_t* values;
     float* scales;  // [blocks of 128 along K, num_tokens rounded up to 16]; for rounded tokens
     int padded() const { return (num_tokens + 15) / 16 * 16; }
     int tile_columns(int m) const { return min_int(16, num_tokens - m); }
-    // A tile with fewer tokens is packed only that wide: a single token takes a sixteenth of the memory. Its lines are
-    // still read 16 tokens wide; values after a line's end produce columns that are never used.
+    // A tile with fewer tokens is packed only as wide as they are: one token takes a sixteenth of the memory. Its lines
+    // are still read 16 tokens wide; values after a line's end produce columns that are never used.
     long tile_size(int columns) const { return long(num_steps) * num_parts * 16 * columns * 2; }
     uint16_t* tile(int m) const { return values + m / 16 * tile_size(16); }
     float* scales_of(int block) const { return scales + long(block) * padded(); }
@@ -160,7 +160,7 @@ inline void pack(const Row& row, int m0, int K, const Panel& panel) {
     }
 }
 
-// Pack 32 values of K of rounded tokens: E4M3 codes are BF16s.
+// Pack rounded tokens: every E4M3 code is exactly a BF16.
 template <class Row>
 inline void pack_rounded(const Row& row, int m0, int K, const Panel& panel) {
     alignas(64) float codes[16][kScaleBlock];
@@ -272,10 +272,10 @@ struct TileConfig {
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-inline constexpr TileConfig kTileConfig{};  // a constant, because the compiler does not see the instruction's read
+inline constexpr TileConfig kTileConfig{};  // constant: the compiler does not see that the instruction reads it
 
-// Sums that a run of tiles has stored and that must still be scaled and added. This happens one run later: a tile's
-// stores can be read only after they leave the store buffer, and the tile units need not wait for that.
+// Sums that a run of tiles has stored, to be scaled and added one run later: a tile's stores can be read only after
+// they leave the store buffer, and meanwhile the tile units compute the next run.
 struct Pending {
     const float* sums;  // [rows, 16]
     float* out;         // rows `out_stride` apart
@@ -327,7 +327,7 @@ inline void multiply_panel(Widener& widener, const Matrix& w, int n, int rows, c
     pending.add(kRowsHigh);
 }
 
-// Emit sums token by token, four rows at once; they are stored by row of W.
+// Emit sums token by token, four rows of W at a time. `total` has them row by row.
 template <class Emit>
 inline void emit_panel(const float* total, int padded, int rows, int num_tokens, int m0, int n, const Emit& emit) {
     for (int r = 0; r < rows; r += 4, total += 4 * padded) {
@@ -359,7 +359,7 @@ inline void tile_gemm(const Row& row, int M, const Matrix* const (&w)[C], int n0
     for (int m0 = 0; m0 < M; m0 += most) {
         Panel panel{min_int(most, M - m0), num_parts, num_steps, nullptr, nullptr};
         const int padded = panel.padded();
-        const size_t values = size_t(padded) * size_t(token_values) + 32;  // slack: a line is read past the last token
+        const size_t values = size_t(padded) * size_t(token_values) + 32;  // lines are read past the last token
         panel.values = packed_memory.take<uint16_t>(values + (is_rounded ? size_t(2 * num_blocks * padded) : 0));
         if (is_rounded) {
             panel.scales = reinterpret_cast<float*>(panel.values + values);

@@ -1,6 +1,6 @@
-// C ABI that Python loads with ctypes. The Python wrapper has checked pointers, counts and contiguity. Values that
-// index memory (ids, positions, blocks) are checked here, because reading them in Python would cost more than the step.
-// A team runs one call at a time; calls from several threads take turns.
+// C ABI that Python loads with ctypes. The Python wrappers check pointers, counts and contiguity. Values that index
+// memory (ids, positions, blocks) are checked here, because reading them in Python would take longer than the step. A
+// team runs one call at a time; calls from several threads take turns.
 #include "codec.h"
 #include "draft.h"
 #include "message.h"
@@ -50,10 +50,10 @@ bool lay_out(Team& team, const Carve& carve) {
     }
 }
 
-constexpr int kHeadRows = 96;  // tokens of one head that a member takes at a time: W_UK's head stays in cache
+constexpr int kHeadRows = 96;  // tokens per work item, so that a head's part of W_UK stays in cache
 constexpr long kExpertScratchBytes =
-    64l << 20;  // prompts are multiplied in pieces, to bound memory for long ones
-constexpr long kScoreBytes = 16l << 20;  // index scores in memory at a time, for the same reason; at least one row
+    64l << 20;  // limits memory: long prompts are multiplied in pieces
+constexpr long kScoreBytes = 16l << 20;  // index scores in memory at a time, at least one row's
 
 }  // namespace
 
@@ -215,8 +215,8 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
     return kOk;
 }
 
-// See index.h. q [B, J, X], weights [B, J], cache and table as above. Keys are the last X values of an entry. selected
-// [B, top_k] is written for rows of more than top_k positions: none before `first` (0 or 1).
+// See index.h. q [B, J, X], weights [B, J], cache and table as in hadal_mla_decode. Keys are the last X values of an
+// entry. selected [B, top_k] is written for rows of more than top_k positions: none before `first` (0 or 1).
 int hadal_select_positions(void* team_, const float* q, const float* weights, int B, int J, int X, const float* cache,
                            int width, int num_blocks, int num_layers, int layer, const int32_t* table, long max_blocks,
                            const int64_t* lengths, int top_k, int first, int32_t* selected) {
@@ -257,7 +257,7 @@ int hadal_select_positions(void* team_, const float* q, const float* weights, in
     return kOk;
 }
 
-// x [*, D], index [N] or null for 0 .. N-1, rows: N of them, `stride` bytes apart.
+// x [*, D], index [N] or null for 0 .. N-1, rows: N rows, `stride` bytes apart.
 int hadal_encode(void* team_, const float* x, int T, int D, const int32_t* index, int N, int format, uint8_t* rows,
                  long stride) {
     for (int n = 0; index && n < N; n++)
@@ -322,8 +322,8 @@ int hadal_route(const RouteShape* shape, const int64_t* ids, const int32_t* slot
     return is_good ? kOk : kBadExpert;
 }
 
-// q [B, H, N] with strides (ldq, ldh, 1), w: per head, N rows of C; the first head's begin at `first`, heads are
-// `apart` rows apart, y [B, H, C]: y[b][h] = q[b][h] w[h].
+// q [B, H, N] with strides (ldq, ldh, 1), w: per head N rows of C; head h's begin at row first + h * apart; y [B, H,
+// C]: y[b][h] = q[b][h] w[h].
 int hadal_heads_in(void* team_, const float* q, long ldq, long ldh, int B, int H, int N, const Matrix* w, int first,
                    int apart, int C, float* y) {
     Team& team = *static_cast<Team*>(team_);
@@ -341,7 +341,7 @@ int hadal_heads_in(void* team_, const float* q, long ldq, long ldh, int B, int H
     return kOk;
 }
 
-// x [B, H, C], w: `width` rows of C for each head, as above, y [B, H, W]: y[b][h] = w[h] x[b][h].
+// x [B, H, C], w: `width` rows of C for each head, as in hadal_heads_in, y [B, H, W]: y[b][h] = w[h] x[b][h].
 int hadal_heads_out(void* team_, const float* x, int B, int H, int C, const Matrix* w, int first, int apart, int width,
                     float* y) {
     Team& team = *static_cast<Team*>(team_);
@@ -371,7 +371,7 @@ int hadal_pack(void* team_, const PackShape* shape, const float* x, const int32_
     return kOk;
 }
 
-// See message.h. row_M and slot_M [M], counts [num_slots], out [N, D]: the own rows first.
+// See message.h. row_M and slot_M [M], counts [num_slots], out [N, D], this rank's own rows first.
 int hadal_unpack(void* team_, const UnpackShape* shape, const Arrived* messages, const float* x,
                  const int32_t* own_token_N, const int32_t* own_row_P, const int32_t* own_slot_P, int64_t* row_M,
                  int64_t* slot_M, int64_t* counts_S, float* out) {
@@ -388,7 +388,7 @@ int hadal_unpack(void* team_, const UnpackShape* shape, const Arrived* messages,
 }
 
 // See sample.h. Bias tokens are below V. counts, seen and masks may be null if unused. R: rows of all slots, no slot
-// twice. Results are contiguous: at_R has the row of each, *num_drawn their number.
+// twice. Results are contiguous; at_R receives the row of each, *num_drawn their number.
 int hadal_sample(void* team_, const float* logits, long stride, int R, int B, int V, const int64_t* slots_B,
                  const int64_t* num_B, const int64_t* fed_R, SamplingSlot* slots_S, int S, const TokenValue* bias,
                  int32_t* counts_SV, uint8_t* seen_SV, const uint32_t* bits_MW, const int64_t* mask_R, int N,
@@ -421,7 +421,7 @@ int hadal_sample(void* team_, const float* logits, long stride, int R, int B, in
         for (int b = begin; b < end; b++) num_drawn_B[b] = sample_slot(call, b, first_B[b], scratch[size_t(me.index)]);
     };
     if (B == 1)
-        draw(Member{&team, 0, 1});  // no member to wake
+        draw(Member{&team, 0, 1});  // one row: wake no other member
     else
         team.run(draw);
     long to = 0;

@@ -23,7 +23,7 @@ constexpr int kMaxSplits = 16;
 
 struct Span {
     int sequence, begin, end, part;  // part: index of its partial result, -1 for a whole sequence
-    const int32_t* selected;         // null: positions begin to end; else indices begin to end of this list
+    const int32_t* selected;         // null: attends to positions [begin, end); else to selected[begin .. end)
 };
 
 struct Attention {
@@ -65,8 +65,8 @@ struct Attention {
             num_parts += n > 1 ? n : 0;
         }
         is_split = num_parts > 0;
-        // Heads are independent, so splitting them only changes balance; with fewer than four heads, loading a row
-        // costs too much per head.
+        // Split heads for balance, into groups of at least four: with fewer heads, loading a row costs too much per
+        // head.
         const int wanted = (3 * num_threads + int(spans.size()) - 1) / int(spans.size());
         num_head_groups = max_int(1, min_int(wanted, H / 4));
     }
@@ -100,8 +100,8 @@ struct Attention {
         return block_at(spans[span].sequence, spans[span].begin, layer);
     }
 
-    // Run all sequences for heads [h0, h1): used for short ones, where later phases also split by head and a barrier
-    // costs more than imbalance.
+    // Run all sequences for heads [h0, h1). Used for short contexts, where later phases also split by head and a
+    // barrier costs more than imbalance.
     void run_heads(int h0, int h1, const float* q, float* o, float* parts, float* scratch, int layer) const {
         for (size_t i = 0; i < spans.size(); i++)
             run_span(spans[i], h0, h1, q, o, parts, scratch, layer, start_of(i + 1, layer));

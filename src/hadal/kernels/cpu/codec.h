@@ -57,7 +57,7 @@ inline void encode_fp8(const float* x, int D, bool is_pow2, uint8_t* row) {
     for (int g = 0; g * kScaleGroup < D; g++) {
         const int begin = g * kScaleGroup, n = std::min(kScaleGroup, D - begin);
         const float* from = x + begin;
-        uint32_t largest = 0;  // as bits: ordered like magnitudes, and a NaN above all, so it reaches the caller
+        uint32_t largest = 0;  // bits are ordered like magnitudes, with NaN above all, so that NaN reaches the caller
         for (int i = 0; i < n; i++) largest = std::max(largest, bits_of(from[i]) & 0x7FFFFFFFu);
         const float amax = float_of(largest);
         float scale = (amax < 1e-4f ? 1e-4f : amax) / kE4m3Max;

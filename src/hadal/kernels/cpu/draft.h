@@ -30,10 +30,10 @@ inline void note(const DraftTable& table, int N, const int64_t* slots, const int
 
 constexpr long kAloneValues = 1 << 16;  // up to this many logits, waking another member costs more time
 
-// Rows of one call of the module's step, built from a table. Kept between calls, so that a step allocates nothing.
+// Rows of one call of the module's step, built from a table. The object is reused, so that a step allocates nothing.
 class DraftRows {
   public:
-    // blocks: M for each slot of the rows to be added.
+    // blocks [N, M]: block table, by index n of `add`.
     void begin(const DraftTable& table, const int32_t* blocks, long M) {
         table_ = &table, blocks_ = blocks, M_ = M;
         clear();
@@ -41,7 +41,7 @@ class DraftRows {
 
     int count() const { return int(tokens.size()); }
 
-    // Add the stored token of a slot at this position.
+    // Add a row with the slot's stored token at this position.
     void add(int n, int64_t slot, int64_t position) {
         add(n, table_->token(slot, position), position, table_->hidden(slot, position));
     }
@@ -58,7 +58,7 @@ class DraftRows {
     std::vector<int64_t> tokens, positions;
     std::vector<int32_t> blocks_TM;
     std::vector<float> seen_TD;
-    // Drafting slots: index among the given ones, and position of the last token.
+    // Slots that draft: index into `slots`, and position of the last token.
     std::vector<int> full;
     std::vector<int64_t> last;
 
@@ -87,7 +87,7 @@ int draft(Team& team, const DraftTable& table, DraftRows& rows, int num_drafts, 
     const auto add_full = [&] {
         for (const int n : full) rows.add(n, slots[n], positions[n]);
     };
-    const bool is_apart = num_before + long(full.size()) > max_rows;  // others do not fit: write them first
+    const bool is_apart = num_before + long(full.size()) > max_rows;  // too many rows: write missing entries first
     if (!is_apart) add_full();
     for (const int n : full) {
         for (int64_t q = table.num_written_S[slots[n]]; q < positions[n]; q++) {
@@ -122,7 +122,7 @@ int draft(Team& team, const DraftTable& table, DraftRows& rows, int num_drafts, 
         for (size_t b = 0; b < full.size(); b++) {
             const int n = full[b];
             table.num_drafts_S[slots[n]] = turn + 1;
-            // After it, the module continues from its own state while capacity is left.
+            // Further drafts start from the module's own state, while the slot has positions left.
             if (turn + 1 == num_drafts || last[b] + 1 >= rooms[n]) continue;
             rows.add(n, table.drafts_SK[slots[n] * table.K + turn], last[b] + 1, normed + long(b) * table.D);
             full[kept] = n, last[kept++] = last[b] + 1;

@@ -1,12 +1,11 @@
-// SwiGLU feed-forwards over tokens: the routed experts (each on its own tokens) and, in the same phases, dense ones
-// (the shared expert on all tokens). y[t] += sum over its experts of weight * down(silu(gate x) * up x).
+// SwiGLU feed-forwards over tokens: the routed experts (each on its own tokens) and, in the same phases, dense networks
+// (such as the shared expert) on all tokens. y[t] += sum over its experts of weight * down(silu(gate x) * up x).
 //
-// A "job" is one feed-forward with its tokens. Two phases with a barrier between:
-//   up    members split the jobs' I axis (whole jobs where there are many), so the activation follows in the same
-//         thread;
-//   down  members split the D axis and each walks all jobs in order, so every y[t][d] has one writer: no atomics, and a
-//         token's experts are added in the order of their ids for any batch and number of threads.
-// Shapes: T tokens, D model, E experts, I expert width, K experts per token.
+// A "job" is one feed-forward with its tokens. Two phases with a barrier between: up members split the jobs' I axis
+// (whole jobs where there are many), so each thread also computes the activation; down members split the D axis and
+// each walks all jobs in order, so every y[t][d] has one writer: no atomics, and a token's experts are added in the
+// order of their ids for any batch and number of threads. Shapes: T tokens, D model, E experts, I expert width, K
+// experts per token.
 #pragma once
 #include "norm.h"
 #include "team.h"
@@ -22,12 +21,12 @@ struct Job {
     const MlpMatrices* w;
     int I;
     int num_tokens;
-    const int* pairs;  // sorted routing: t * K + k per token of this job; null: all tokens 0..num_tokens, weight 1
+    const int* pairs;  // t * K + k per token of this job; null: tokens 0 .. num_tokens - 1, weight 1
     float* gate;       // [num_tokens, I], then the activation
     float* up;         // [num_tokens, I]
 };
 
-// One member's own copy of the routing, sorted by expert. Sorting is repeated by every member: cheaper than a barrier.
+// Routing sorted by expert. Every member sorts its own copy, which is cheaper than a barrier.
 struct Sorted {
     int* offset_E1;  // [E + 1]
     int* pair_TK;    // [T * K], grouped by expert, tokens ascending
@@ -40,11 +39,11 @@ inline void sort_pairs(const int* ids_TK, int num_pairs, int E, Sorted& s) {
     for (int i = 0; i < num_pairs; i++) s.offset_E1[ids_TK[i] + 1]++;
     for (int e = 0; e < E; e++) s.offset_E1[e + 1] += s.offset_E1[e];
     for (int i = 0; i < num_pairs; i++) s.pair_TK[s.offset_E1[ids_TK[i]]++] = i;
-    for (int e = E; e > 0; e--) s.offset_E1[e] = s.offset_E1[e - 1];  // the fill advanced every start to its end
+    for (int e = E; e > 0; e--) s.offset_E1[e] = s.offset_E1[e - 1];  // filling moved each start to its end
     s.offset_E1[0] = 0;
 }
 
-// Append a job for every expert that has tokens. gate/up: [T * K, I] for all of them.
+// Append a job for every expert that has tokens. gate, up: memory of all jobs, [T * K, I].
 inline void add_routed_jobs(Sorted& s, const MlpMatrices* w_E, int E, int I, float* gate, float* up) {
     for (int e = 0; e < E; e++) {
         const int begin = s.offset_E1[e], count = s.offset_E1[e + 1] - begin;

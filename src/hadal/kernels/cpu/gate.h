@@ -1,7 +1,6 @@
-// Choice of experts for one token (arXiv 2412.19437 eq. 12-16; DeepSeek-V3's Gate):
-//   s = sigmoid(logits); choose by s + bias: a group's score is the sum of its two best; the best topk_group groups
-//   stay; the best K of their experts are chosen; weights are s (no bias), normalised if asked, times the scale.
-// Ties go to the lower index.
+// Choice of experts for one token (arXiv 2412.19437 eq. 12-16; DeepSeek-V3's Gate): s = sigmoid(logits); choose by s +
+// bias: a group's score is the sum of its two best; the best K experts of the best topk_group groups are chosen;
+// weights are s (no bias), normalised if is_normed, times the scale. Ties go to the lower index.
 #pragma once
 #include "norm.h"
 
@@ -14,7 +13,7 @@ struct GateShape {
 };
 
 // Insert a value into the n largest, largest first, lower index first on ties; top_index receives their indices.
-// Callers make one pass: nearly every value fails against the smallest kept one.
+// Callers pass all values in one pass: nearly every value fails against the smallest kept value.
 inline void insert_top(float value, int index, int n, int& kept, float* top_value, int* top_index) {
     if (kept == n && !(value > top_value[n - 1])) return;
     int at = kept < n ? kept++ : n - 1;
@@ -53,7 +52,7 @@ inline void choose_experts(const GateShape& g, const float* logits_E, const floa
             }
             insert_top(best + second, i, g.topk_group, num_kept, top, groups);
         }
-        for (int i = 1; i < num_kept; i++)  // sorted by index again, so that ties go to the lower index
+        for (int i = 1; i < num_kept; i++)  // sort by index, so that ties go to the lower expert
             for (int j = i; j > 0 && groups[j] < groups[j - 1]; j--) std::swap(groups[j], groups[j - 1]);
     } else {
         for (; num_kept < g.num_groups; num_kept++) groups[num_kept] = num_kept;

@@ -8,8 +8,8 @@
 // (lanes, then K blocks). So a token's result is bit-equal for any batch, tile and thread.
 //
 // A weight that is not FP32 is widened: in registers for a few tokens, block by block into a thread's own memory for
-// many. The order of multiplication is the same, so its products have the bits of the matrix dequantised to FP32.
-// Processors with tile units multiply it in its stored form (amx.h).
+// many. The order of additions is the same, so results equal the dequantised FP32 matrix's bit by bit. Processors with
+// tile units multiply such weights in their stored form (amx.h).
 #pragma once
 #include "amx.h"
 
@@ -18,9 +18,9 @@ namespace hadal {
 constexpr int kTokenTile = W == 16 ? 6 : 3;  // 24 accumulators of 32 registers, or 12 of 16
 constexpr int kWideTile = 8;                 // with 16 accumulators: two W rows at a time
 constexpr int kDepthBlock = 1024;            // a 6-token tile of x is 24 KiB and stays in L1
-// Most token tiles, by weight type, that each widen a row of W anew. More tiles share one widening, in memory.
+// Most token tiles, by weight type, that each widen W in registers. More tiles share rows widened in memory.
 constexpr int kStoredTiles[] = {0, W == 16 ? 1 << 20 : 8, W == 16 ? 3 : 1};
-constexpr int kWidenBytes = 16 << 10;        // widened rows of W for a few tokens: in L1, beside the tokens
+constexpr int kWidenBytes = 16 << 10;        // widened rows of W for a few tokens; they fit into L1 with the tokens
 
 // One step along K: acc[m][r] += x[m] * w[r] for a vector (or, at the end of K, a part of one) of the K axis.
 template <int MT, int NR, class Load>
@@ -79,8 +79,8 @@ HADAL_INLINE void dot_tile(const float* const* x_at, const float* w, long ldw, i
 // Rows of W that a tile of MT tokens takes at a time.
 constexpr int tile_rows(int MT) { return MT > kTokenTile ? 2 : 4; }
 
-// 7, 8 or 14-16 tokens use tiles of 7 and 8: one pass over W less (8 tokens in two tiles ran at 60 % of the memory's
-// rate).
+// 7, 8 or 14-16 tokens use tiles of 7 and 8, which saves a pass over W (8 tokens in two tiles ran at 60 % of memory
+// bandwidth).
 inline int count_tiles(int M) {
     if (W == 16 && (M == 7 || M == 8)) return 1;
     if (W == 16 && M >= 14 && M <= 16) return 2;
@@ -136,14 +136,13 @@ inline void any_token_tile(int mt, int pf, const Row& row, int m0, const float* 
     }
 }
 
-// Multiply rows [n0, n1) of W by M tokens. `row(m)` is the m-th token's vector, so tokens may be gathered; every sum
-// reaches `emit` once per K block, first block first.
+// Multiply rows [n0, n1) of W by M tokens. `row(m)` is the m-th token's vector, so tokens may lie anywhere; `emit`
+// receives every sum once per K block, first block first.
 //
 // W is processed in blocks that stay in L2 over all token tiles. While a block is multiplied, the next is prefetched,
-// its lines spread evenly over the tiles' steps (a burst between tiles would fill the miss buffers and stall) and in
-// the order of their addresses. The first block has no predecessor, so its first tile prefetches for itself,
-// kPrefetchBytes ahead. `after`: the weights that this thread multiplies next, so that a tiny expert (12-48 KB of
-// weights) does not start cold.
+// in the order of addresses, evenly over the tiles' steps (a burst between tiles would fill the miss buffers and
+// stall). The first block has no predecessor, so its first tile prefetches for itself, kPrefetchBytes ahead. `after`:
+// the weights that this thread multiplies next, so that a tiny expert (12-48 KB of weights) does not start cold.
 template <class Row, class Emit>
 inline void gemm(const Row& row, int M, const float* w, long ldw, int K, int n0, int n1, const Emit& emit,
                  const float* after = nullptr) {
@@ -152,7 +151,7 @@ inline void gemm(const Row& row, int M, const float* w, long ldw, int K, int n0,
     if (!after) after = end;
     const int num_tiles = count_tiles(M), lines = tile_rows((M + num_tiles - 1) / num_tiles);  // lines of W per step
     const int depth = K <= kDepthBlock + kDepthBlock / 2 ? K : kDepthBlock;
-    // ... larger if x itself no longer stays there.
+    // Larger blocks for many tokens, since x does not stay in cache then.
     const int block_bytes = M <= 64 ? kRowBlockBytes : 4 * kRowBlockBytes;
     const int rows =
         num_tiles == 1 && depth == K ? 1 << 30 : max_int(4, block_bytes / int(sizeof(float)) / depth / 4 * 4);
@@ -194,7 +193,7 @@ struct RowAt {
     HADAL_INLINE const float* operator()(int m) const { return x + m * ld; }
 };
 
-// out += weight * q, four at once if there are four. (x * 1 is x, so a plain addition uses this function, too.)
+// out += weight * q, four at once if there are four. (Plain additions use it with weight 1, which is exact.)
 HADAL_INLINE void add_quad(float* out, const Quad& q, int count, float weight) {
     typedef float Four __attribute__((vector_size(16)));
     if (count == 4) {
@@ -221,7 +220,7 @@ struct Store {
     }
 };
 
-// Tokens rounded to E4M3 and back, 1x128, for weights that require it.
+// Return tokens rounded to E4M3 and back, 1x128, for weights that require it; valid until the thread's next call.
 template <class Row>
 inline const float* round_rows(const Row& row, int M, int K) {
     static thread_local OwnMemory memory;
@@ -237,7 +236,7 @@ inline const float* round_rows(const Row& row, int M, int K) {
 }
 
 // Like dot_tile, but widens FP8 or BF16 rows [n, n + NR) of W in registers, K values from k0 on. The order of
-// additions, and so every bit, is that of dot_tile. `fetch`: start of as many rows that are needed next.
+// additions, and so every bit, is that of dot_tile. `fetch`: start of the NR rows that are needed next.
 template <int MT, int NR, bool IS_FP8>
 HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, int k0, int K, const char* fetch,
                               Quad* out) {
@@ -300,7 +299,7 @@ HADAL_INLINE void stored_tile(const float* const* x_at, const Matrix& w, int n, 
     for (int m = 0; m < MT; m++) out[m] = v_sums(acc[m]);
 }
 
-// Prefetch targets while rows are multiplied: `rows` further on, in W up to `end`, then in `after`.
+// Prefetch target while a row is multiplied: the row `rows` further on, in W up to `end`, then in `after`.
 struct StoredAhead {
     int rows, end;
     const char* after;
@@ -310,8 +309,7 @@ struct StoredAhead {
     }
 };
 
-// The rest of a share that is no whole quad is rare; separate code, since inlining it in every caller would be slow to
-// compile.
+// Rows after the last whole quad. They are rare, so this is not inlined, which would be slow to compile.
 template <int MT, bool IS_FP8>
 __attribute__((noinline)) void stored_row(const float* const* x, const Matrix& w, int n, int k0, int kb,
                                           const char* fetch, Quad* out) {
@@ -366,7 +364,7 @@ inline void stored_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, 
     }
 }
 
-// Same product through a thread's own memory. Blocks of W and of K, and so every sum, are those of `gemm`.
+// Like `stored_gemm`, but widens W in the thread's own memory. Blocks of K, and so every sum, are those of `gemm`.
 template <class Row, class Emit>
 inline void widened_gemm(const Row& row, int M, const Matrix& w, int n0, int n1, const Emit& emit) {
     static thread_local OwnMemory memory;

@@ -2,9 +2,9 @@
 //
 // A position's score is the sum over index heads, in their order, of weight * relu(query . key): a small GEMM over all
 // heads and 64 keys at a time, then one vector of positions per head's term. So a score depends only on the row and the
-// position, and the selection only on the scores: the top_k largest; among equals the lower position. Positions before
-// the attention's `first` are never selected. Shapes: B rows, J index heads, X index key. A position's key is in its
-// cache entry, `key_at` values from its start.
+// position, and the selection only on the scores: the top_k largest, among equal scores the lower positions. Positions
+// before the attention's `first` are never selected. Shapes: B rows, J index heads, X index key. A position's key is in
+// its cache entry, `key_at` values from its start.
 #pragma once
 #include "attention.h"
 
@@ -64,7 +64,7 @@ struct Selection {
         float* sums = dots + long(J) * kBlock;
         for (int p = begin; p < end; p += kBlock) {
             const int n = min_int(kBlock, end - p);
-            // Keys are not contiguous, so hardware does not prefetch them: the next ones are prefetched here.
+            // Blocks of keys are not contiguous, so hardware does not prefetch them: prefetch the next block here.
             const float* after = p + kBlock < lengths[b] ? keys_at(b, p + kBlock, layer) : nullptr;
             gemm(RowAt{q, X}, J, keys_at(b, p, layer), attention->width, X, 0, n, Store<false>{dots, kBlock}, after);
             for (int i = 0; i < n; i += W) {
@@ -77,7 +77,7 @@ struct Selection {
         }
     }
 
-    // Members share the rows. selected [B, top_k]: ascending, for each planned row.
+    // Select positions for this member's share of the planned rows. selected [B, top_k]: ascending.
     void select_share(const Member& me, const uint32_t* keys, int32_t* selected) const {
         int begin, end;
         me.share(int(rows.size()), 1, begin, end);
@@ -87,9 +87,9 @@ struct Selection {
         }
     }
 
-    // Select from positions `first` on: there are at least top_k, because the row sees more positions than that and
-    // `first` is at most 1. The top_k-th largest key is found eight bits at a time: among keys with the prefix found so
-    // far, the next eight bits are counted. This reads the keys four times, without sorting.
+    // Select from positions `first` on: there are at least top_k, because the row sees over top_k positions and `first`
+    // is at most 1. Find the top_k-th largest key eight bits at a time: count the next eight bits of keys with the
+    // prefix found so far. This reads the keys four times, without sorting.
     void select(const uint32_t* keys, long n, int32_t* selected) const {
         uint32_t least = 0, known = 0;
         int left = top_k;  // still to be taken from keys with prefix `least`

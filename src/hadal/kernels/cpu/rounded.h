@@ -3,7 +3,7 @@
 // A code is exactly a BF16, so an instruction multiplies 32 pairs and adds in FP32, at twice the rate of FP32's own
 // units. A sum over 128 of K is multiplied by both scales and added to the result in FP32, as in DeepSeek-V3 (arXiv
 // 2412.19437, 3.3.2). The order of additions of one result is fixed by K alone. Unrounded activations would take three
-// BF16s each, and three products are slower than FP32's where there are no tiles (amx.h).
+// BF16s each; without tile units (amx.h) three products are slower than one in FP32.
 #pragma once
 #include "weight.h"
 
@@ -16,7 +16,8 @@ namespace hadal {
 #if defined(HADAL_BF16)
 
 // E4M3 codes become BF16s by a shift: sign, exponent and mantissa are unchanged, smaller by 2^8 (kFp8Lift corrects
-// this). Subnormal codes (and zero) have no leading one and are looked up; a matrix has few: its largest weight is 448.
+// this). Subnormal codes (and zero) have no leading one and are looked up. They are rare: scales make the largest code
+// 448.
 alignas(64) inline constexpr uint16_t kSubnormals[32] = {0, 0x3700, 0x3780, 0x37C0, 0x3800, 0x3820, 0x3840, 0x3860};
 
 HADAL_INLINE __m512i bf16_of_fp8(__m256i codes, __mmask32 is_subnormal) {
@@ -29,7 +30,7 @@ HADAL_INLINE __m512i bf16_of_fp8(__m256i codes, __mmask32 is_subnormal) {
     return _mm512_mask_blend_epi16(is_subnormal, normal, _mm512_or_si512(small, sign));
 }
 
-// A matrix with scales in other blocks is held in FP32 and still rounds its inputs.
+// A matrix with scales in other blocks is in memory as FP32, but its inputs are rounded, too.
 HADAL_INLINE bool multiplies_codes(const Matrix& w) { return w.is_rounding_inputs && w.type == kWeightFp8; }
 
 constexpr int kRoundedTile = 3;    // tokens by 4 rows: 12 sums, and 12 of the current block
@@ -65,7 +66,7 @@ inline RoundedTokens round_tokens(const Row& row, int M, int K) {
     return {num_blocks, values, scales};
 }
 
-// Sources of rows of W as BF16s for a tile: widened by the tile in registers, ...
+// Source of rows of W as BF16s for a tile, which widens them in registers.
 struct RoundedCodes {
     const Matrix& w;
     int n, ahead;  // first row, and prefetch distance in rows
@@ -80,7 +81,7 @@ struct RoundedCodes {
     }
 };
 
-// ... or widened once for many tokens, with zeros up to whole blocks.
+// Source of rows of W as BF16s, widened once for many tokens, with zeros up to whole blocks.
 struct RoundedBlock {
     const uint16_t* at;
     long ld;

@@ -29,7 +29,7 @@ inline bool route(const RouteShape& s, const int64_t* ids, const int32_t* slots,
             pairs_R[rank]++;
             if (last_R[rank] != t) rows_R[rank]++, last_R[rank] = t;
         }
-    // Next pair and row of every rank, starting at its first ones; stored in last_R and after it.
+    // Next pair and row of every rank, in the memory after last_R.
     int32_t *next_pair = last_R + R, *next_row = next_pair + R, *first_row = next_row + R;
     int32_t pair = 0, row = 0;
     for (int r = 0; r < R; r++) {

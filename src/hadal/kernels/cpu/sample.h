@@ -1,11 +1,10 @@
-// From a row of logits to its next token and log-probabilities. `hadal/reference/sampling.py` documents each field of a
-// slot; this draws the same tokens without sorting a row.
+// Draws the next token of a row of logits, with log-probabilities. `hadal/reference/sampling.py` documents the fields
+// of a slot; this draws the same tokens without sorting a row.
 //
-// A row is read by whole vectors: once for its best value, once for the sum of its probabilities. The tokens that top-k
-// and top-p leave are all values from a threshold on. `find_edge` finds that threshold like quickselect, among the few
-// possible values. The threshold is a logit, not a probability: equality of two logits depends on no rounding of e^x.
-// Sums are in FP64 and in an order fixed by the row alone, so a draw depends neither on other rows nor on the number of
-// threads.
+// A row is read by whole vectors: once for its best value, once for the sum of its probabilities. Top-k and top-p keep
+// all values from a threshold on, which `find_edge` finds like quickselect, among the few possible values. The
+// threshold is a logit, because two equal logits stay equal, whereas e^x is rounded. Sums are in FP64 and in an order
+// fixed by the row alone, so a draw depends neither on other rows nor on the number of threads.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -17,11 +16,11 @@
 namespace hadal {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int kPiece = 256;        // values with a sum of their own: only one piece of a row is read value by value
-constexpr int kGroupVectors = 32;  // values in a group; 4,096 make enough groups for top-k 50
-constexpr int kSeenAtOnce = 32;    // a text uses few of all words: most stretches of this length have none
-constexpr int kSorted = 64;        // this few are sorted, at the cost of another round
-constexpr int kRounds = 64;        // twice the halvings of 2^31 values; after so many bad pivots, sort
+constexpr int kPiece = 256;        // values per partial sum: `pick` reads only one such piece value by value
+constexpr int kGroupVectors = 32;  // vectors per group of `find_kth`
+constexpr int kSeenAtOnce = 32;    // tokens checked at a time for any in the text: most stretches have none
+constexpr int kSorted = 64;        // this many values or fewer are sorted, which costs about a round
+constexpr int kRounds = 64;        // twice the halvings of 2^31 values; after that many rounds, sort
 
 enum RowStatus { kDrawn = 0, kNotFinite = 1, kNothingLeft = 2 };
 
@@ -37,12 +36,12 @@ struct SamplingSlot {
     int num_adjusted() const { return num_bias + (index < min_tokens ? num_forbidden : 0); }
 };
 
-struct TokenValue {  // TOKEN_VALUE there
+struct TokenValue {  // same layout as TOKEN_VALUE in reference/sampling.py
     int32_t token;
     float value;
 };
 
-struct SampledRow {  // ROW there
+struct SampledRow {  // same layout as ROW in reference/sampling.py
     int64_t token;
     float logprob;
     int32_t status;
@@ -98,8 +97,8 @@ inline double uniform(uint64_t seed, uint64_t index) {
     return double(mix(mix(seed + kStep) + (index + 1) * kStep) >> 11) * 0x1p-53;
 }
 
-// Probabilities up to a factor (the best has 1), 0 for excluded tokens. Nothing less likely than e^-87 is kept: v_exp
-// treats all values below as -87, and -inf must be 0.
+// Probabilities relative to the best token's; 0 for excluded tokens and below e^-87, because v_exp treats all smaller
+// exponents as -87, and -inf must give 0.
 struct Probabilities {
     V best, inverse_temperature, threshold, min_p;
     Probabilities(float best_, float temperature)
@@ -146,7 +145,7 @@ inline double mass(const float* x, int n, const Probabilities& p) {
     return sums.total();
 }
 
-// Copy the values from `floor` on, contiguously, to `to`; return their number.
+// Copy the values of at least `floor`, contiguously, to `to`; return their number.
 inline int keep_from(const float* x, int n, float floor, float* to) {
     int count = 0;
     for (int i = 0; i < n; i += W) {
@@ -165,8 +164,8 @@ inline float choose_pivot(const float* x, int n) {
     return some[7];
 }
 
-// Return the largest value that weighs at least `wanted` together with all larger ones; the smallest if none does. The
-// order of the n values is lost; `other` has room for n values.
+// Return the largest value that weighs at least `wanted` together with all larger ones; the smallest if none does.
+// Reorders the n values; `other`: memory for n values.
 template <class Weight>
 float find_edge(float* values, int n, float* other, double wanted, const Weight& weight) {
     double larger = 0.0;  // weight of all values larger than the n left
@@ -204,7 +203,7 @@ float find_edge(float* values, int n, float* other, double wanted, const Weight&
 }
 
 // Return the k-th largest of n values, k <= n. It is at least the k-th largest of the groups' bests, since k groups
-// have a value from there on; so only the few values from there on are examined.
+// have such a value; so only the few values of at least that size are examined.
 inline float find_kth(const float* x, int n, int k, const SampleScratch& at) {
     const auto count = [](V) { return v_set(1.0f); };
     int num_groups = 0;
@@ -217,7 +216,7 @@ inline float find_kth(const float* x, int n, int k, const SampleScratch& at) {
     return find_edge(at.values, keep_from(x, n, floor, at.values), at.other, k, count);
 }
 
-// Return the smallest logit that top-k, then top-p of the rest, keep; equal logits are kept, too.
+// Return the smallest logit kept by top-k, then by top-p of what top-k keeps; equal logits are kept, too.
 inline float find_threshold(const SamplingSlot& slot, const float* x, int n, float best, const Probabilities& p,
                             const SampleScratch& at) {
     int count;
@@ -227,12 +226,12 @@ inline float find_threshold(const SamplingSlot& slot, const float* x, int n, flo
         const float kth = find_kth(x, n, k, at);
         if (slot.top_p >= 1.0) return kth;
         count = keep_from(x, n, std::nextafter(kth, kInfinity), at.values);
-        std::fill(at.values + count, at.values + k, kth);  // as many equals as make k
+        std::fill(at.values + count, at.values + k, kth);  // copies of the k-th, so that there are k
         count = k;
         total = mass(at.values, count, p);
     } else {
         total = mass(x, n, p);
-        // All tokens less likely than this weigh less than top-p excludes; slightly lower, for rounding.
+        // Tokens below this floor together weigh less than top-p excludes; it is slightly lower, for rounding.
         const double least = std::log((1.0 - slot.top_p) * total / n) - 1e-3;
         const float floor = float(double(best) + double(slot.temperature) * least);
         count = keep_from(x, n, std::nextafter(floor, -kInfinity), at.values);
@@ -273,7 +272,7 @@ inline void adjust(const SampleCall& call, const SamplingSlot& slot, long slot_i
     if (!slot.has_penalty()) return;
     const int32_t* counts = call.counts_SV + slot_index * call.V;
     const uint8_t* seen = call.seen_SV + slot_index * call.V;
-    const float repetition = slot.repetition;  // copies, since y cannot alias them: lets the loop vectorise
+    const float repetition = slot.repetition;  // copies, which y cannot alias, so that the loop vectorises
     const double frequency = slot.frequency, presence = slot.presence;
     for (int first = 0; first < call.V; first += kSeenAtOnce) {
         const int end = std::min(first + kSeenAtOnce, call.V);
@@ -373,7 +372,7 @@ inline int64_t sample_slot(const SampleCall& call, int b, long first, const Samp
         row.status = sample_row(call, s, first + i, at);
         if (row.status != kDrawn) return i + 1;
         call.slots_S[s].index++;
-        if (call.counts_SV) {  // also for slots without a penalty; theirs are never read
+        if (call.counts_SV) {  // also for slots without a penalty, where they are never read
             call.counts_SV[s * call.V + row.token]++;
             call.seen_SV[s * call.V + row.token] = 1;
         }

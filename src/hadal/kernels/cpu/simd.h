@@ -2,8 +2,7 @@
 // vector extensions). Independent of matrices.
 //
 // No -ffast-math: every sum below is written in its order of execution, because a token's result must not depend on the
-// tile or thread that computed it (batch invariance). Reassociation would break that; infinities must survive, too
-// (softmax).
+// tile or thread that computed it (batch invariance). Reassociation would break that, and softmax needs infinities.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -39,7 +38,7 @@ HADAL_INLINE void v_store_part(float* p, V a, int n) { _mm512_mask_storeu_ps(p, 
 HADAL_INLINE V v_fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 HADAL_INLINE V v_max(V a, V b) { return _mm512_max_ps(a, b); }
 HADAL_INLINE V v_min(V a, V b) { return _mm512_min_ps(a, b); }
-// a * 2^n for integral n: one instruction here, exact down to denormals.
+// a * 2^n for integral n, exact down to denormals.
 HADAL_INLINE V v_scale2(V a, V n) { return _mm512_scalef_ps(a, n); }
 HADAL_INLINE V v_round(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 HADAL_INLINE uint32_t v_gt_bits(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
@@ -258,7 +257,7 @@ HADAL_INLINE V v_exp(V x) {
     return v_scale2(v_fma(p, r * r, r + v_set(1.0f)), n);
 }
 
-// Same function for one value (W equal lanes sum to W times it, exactly).
+// Same function for one value: the sum of W equal lanes is exactly W times the value.
 inline float exp1(float x) { return v_sum(v_exp(v_set(x))) / float(W); }
 
 HADAL_INLINE V v_sigmoid(V x) { return v_set(1.0f) / (v_set(1.0f) + v_exp(v_zero() - x)); }

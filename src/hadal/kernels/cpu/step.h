@@ -2,15 +2,15 @@
 //
 // Rows may belong to the same sequence (same block table, consecutive positions: a speculative check or the tail of a
 // prompt), because every row's latent is in the cache before any row attends. Weights are used in place, without
-// repacking. Phases are separated by barriers; members split weight rows, so each row of W is read by one core once per
+// repacking. Phases are separated by barriers. Members split weight rows, so one core reads each row of W, once per
 // step.
 //
-// The same job drafts, if StepPointers has an MTP module (arXiv 2412.19437, eq. 21-23) and the one layer is its block:
-// a row's hidden state is then eh_proj [enorm(embedding); hnorm(its given hidden state)]. Of a call's T rows, the first
-// B run through everything; the others only write their cache entries. In an ordinary step T is B.
-// Shapes: T rows, B of them to the logits, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L
-// = C + R, J index heads (0: none), X index key (0), V vocab, F dense width, E experts, I expert width, S shared width,
-// K experts per token. qk = N + R.
+// The same job drafts if StepPointers has an MTP module (arXiv 2412.19437, eq. 21-23) and `layers` is its single layer:
+// a row's input is then eh_proj [enorm(embedding); hnorm(the hidden state given for the row)]. Of a call's T rows, the
+// first B run through everything; the others only write their cache entries. In an ordinary step T is B. Shapes: T
+// rows, B of them to the logits, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L = C + R,
+// J index heads (0: none), X index key (0), V vocab, F dense width, E experts, I expert width, S shared width, K
+// experts per token. qk = N + R.
 #pragma once
 #include "experts.h"
 #include "gate.h"
@@ -39,11 +39,11 @@ struct StepPointers {
     const float *norm_D, *cos_sin;
     const Matrix *embed_VD, *head_VD;
     float* cache;
-    const float *enorm_D, *hnorm_D;  // with eh_proj: of an MTP module; null without one
+    const float *enorm_D, *hnorm_D;  // these and eh_proj: of an MTP module, else null
     const Matrix* eh_proj;
 };
 
-constexpr long kShortBytes = 512 << 10;  // latents per layer that every member may read redundantly
+constexpr long kShortBytes = 512 << 10;  // most latents per layer that each member reads by itself
 
 class Step {
   public:
@@ -150,7 +150,7 @@ class Step {
     int qkv_width() const { return weights_at() + s_.J; }
     bool is_selecting() const { return !selection_.rows.empty(); }
     const Matrix& first_of(const LayerPointers& w) const { return s_.Q ? *w.q_a : *w.q_b; }
-    // Views of W_UK and W_UV, which are stored head by head.
+    // W_UK and W_UV of one head: kv_b stores both head by head.
     Matrix key_rows(const LayerPointers& w, int h) const { return w.kv_b->from(h * (s_.N + s_.W)); }
     Matrix value_rows(const LayerPointers& w, int h) const { return w.kv_b->from(h * (s_.N + s_.W) + s_.N); }
 
@@ -159,7 +159,7 @@ class Step {
         embed(me);
         for (int i = 0; i < s_.num_layers; i++) {
             attend(me, own, layers_[size_t(i)], s_.first_layer + i);
-            if (B_ == 0) return;  // Only entries, of a module's single layer.
+            if (B_ == 0) return;  // An MTP module that only writes entries.
             const char* next = i + 1 < s_.num_layers ? share_of(me, first_of(layers_[size_t(i) + 1]), query_width())
                                                      : share_of(me, *at_.head_VD, s_.vocab);
             feed_forward(me, own, layers_[size_t(i)], next);
@@ -189,8 +189,8 @@ class Step {
         me.barrier();
     }
 
-    // RMS norm of some rows. Few rows are repeated by each member in private (no barrier); many are shared through
-    // member 0's memory.
+    // RMS norm of rows. Up to 4 members each compute all rows (no barrier); more members share them in member 0's
+    // memory.
     const float* norm_all(const Member& me, Own& own, const float* x, long ld, int rows, const float* g, int n,
                           float eps) {
         const bool is_repeated = me.count <= 4;
@@ -225,8 +225,8 @@ class Step {
         }
         me.barrier();
 
-        // If heads divide evenly and contexts are short, each member keeps its heads through all phases: three barriers
-        // fewer.
+        // If heads divide evenly and contexts are short, each member keeps its heads in all phases, which saves three
+        // barriers.
         const bool by_heads = is_short_ && s_.H % me.count == 0;
         const int h0 = s_.H * me.index / me.count, h1 = s_.H * (me.index + 1) / me.count;
         write_cache(me, w, layer);
@@ -322,7 +322,7 @@ class Step {
         }
     }
 
-    // value[b][h] = W_UV(h) o_latent[b][h], rows [begin, end) of all heads' in one range.
+    // value[b][h] = W_UV(h) o_latent[b][h], for rows [begin, end) of all heads' W_UV in sequence.
     void lift_values(const LayerPointers& w, int begin, int end, const char* after) {
         const long ldx = long(s_.H) * s_.C, ldy = long(s_.H) * s_.W;
         for (int at = begin; at < end;) {
@@ -358,8 +358,8 @@ class Step {
         me.barrier();
     }
 
-    // The gate. For few rows every member computes all choices in private; else members share the rows and read each
-    // other's choices.
+    // Choose experts. For fewer than 4 rows each member computes all choices; otherwise members share the rows and read
+    // each other's choices.
     void choose(const Member& me, Own& own, const LayerPointers& w) {
         const GateShape shape{s_.E, s_.K, s_.num_groups, s_.topk_group, s_.is_normed, s_.routed_scale};
         const bool is_repeated = B_ < 4;

@@ -2,11 +2,10 @@
 //
 // A tiny model's decode step is about 40 short phases, each a few microseconds of arithmetic. So a barrier must cost
 // only a few line transfers between cores (0.3 us measured) when all members run: they spin. With more processes than
-// cores, a spin only takes the core that the missing member needs. So it ends after kSpinMicroseconds, and the member
-// sleeps on the barrier's word (a futex on Linux). A call with a mostly sleeping caller would have been faster on one
-// thread, so the next ones run on the caller alone, for a time that doubles while the cores stay busy (measured with
-// both cores busy: 2.4 ms per step became 0.1 ms). Members with a core each (runtime/pinning) cannot take each other's,
-// and spin for longer.
+// cores, a spin only uses the core that the missing member needs. So a spin ends after kSpinMicroseconds, and the
+// member sleeps on the barrier's word (a futex on Linux). If the caller slept for most of a call, one thread would have
+// been faster, so the next calls run on the caller alone, for a time that doubles while the cores stay busy (measured
+// with both cores busy: 2.4 ms per step became 0.1 ms). Members with a core each (runtime/pinning) spin for longer.
 //
 // Only time may depend on the number of members: every kernel gives the same bits for one member as for many. Not
 // fork-safe: a forked child has the team's memory and none of its threads. Processes must be spawned.
@@ -31,11 +30,11 @@
 namespace hadal {
 
 constexpr int kSpinMicroseconds =
-    50;  // longer than any phase's imbalance on free cores, shorter than a scheduler's slice
+    50;  // longer than a phase's imbalance on free cores, shorter than a scheduler's slice
 constexpr int kPinnedMicroseconds =
-    200;  // for members with a core each, which take nothing from each other: waking one takes as long
+    200;  // for members with a core each: waking a member takes as long
 constexpr int kIdleMicroseconds =
-    100;  // between two steps: waking a sleeper costs 5-50 us, so a busy server rarely pays it
+    100;  // spin between two steps, because waking a member takes 5-50 us
 
 using Clock = std::chrono::steady_clock;
 
@@ -104,7 +103,7 @@ class Team {
     // Return the thread id of a member other than the caller, 1 to count() - 1.
     int64_t thread_of(int index) const { return ids_[size_t(index)].load(); }
     std::mutex& mutex() { return mutex_; }
-    // Set if every member has its own core, so that a spin takes nothing from another member.
+    // Set whether every member has its own core, so that spinning delays no other member.
     void pinned(bool is_pinned) { spin_.store(is_pinned ? kPinnedMicroseconds : kSpinMicroseconds); }
 
     // Call f(member) on all members; returns when all are done. The caller is member 0 and holds mutex().
@@ -137,7 +136,7 @@ class Team {
         }
     }
 
-    // Memory that lives until the next call and only grows, so that calls in a loop allocate nothing. Throws bad_alloc.
+    // Return memory valid until the next call. It only grows, so repeated calls allocate nothing. Throws bad_alloc.
     void* scratch(size_t bytes) {
         if (bytes > scratch_bytes_) {
             std::free(scratch_);
@@ -163,7 +162,7 @@ class Team {
         }
     }
 
-    // Decide if later calls run alone: the caller alone would have needed its busy time times the members.
+    // Decide if later calls run alone: alone, the caller would have needed its busy time times the number of members.
     void judge(Clock::time_point start) {
         const auto now = Clock::now();
         if (slept_ > (now - start) - (now - start) / count_) {
@@ -193,7 +192,7 @@ class Team {
     size_t scratch_bytes_ = 0;
     std::atomic<bool> stop_{false};
     std::atomic<int> spin_{kSpinMicroseconds};
-    // Each on its own cache line: all members write the counters.
+    // Each on its own cache line, because all members write or poll them.
     alignas(64) std::atomic<uint32_t> epoch_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};

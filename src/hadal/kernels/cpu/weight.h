@@ -20,12 +20,12 @@ struct Matrix {  // filled by Python, field for field
     int32_t type;
     int32_t columns;
     int32_t first_row;           // of this view, in the matrix with the scale blocks
-    int32_t is_tiled;            // true: tile units multiply it, if there are any (amx.h); not FP32
-    int32_t is_rounding_inputs;  // inputs are rounded to E4M3, too: 1x128, as for dispatch
+    int32_t is_tiled;            // true: multiplied by tile units, if there are any (amx.h); never FP32
+    int32_t is_rounding_inputs;  // true: inputs are rounded to E4M3, 1x128, as for dispatch
 
     explicit operator bool() const { return data != nullptr; }
     const char* row(long n) const { return data + n * columns * kWeightBytes[type]; }
-    Matrix from(int n) const {  // view without its first n rows
+    Matrix from(int n) const {  // return a view without the first n rows
         Matrix rest = *this;
         rest.data = row(n);
         rest.first_row += n;
@@ -49,8 +49,8 @@ HADAL_INLINE V v_of_bf16(const uint16_t* p) {
 #endif
 }
 
-// E4M3 to FP16 is a shift that leaves the value 2^-8 too small, and FP16 to FP32 is exact, subnormals included. So the
-// scale is multiplied by 2^8, exactly. `lift` is the scale's factor.
+// E4M3 to FP16 is a shift that leaves the value 2^8 times too small, and FP16 to FP32 is exact, subnormals included. So
+// the scale is multiplied by kFp8Lift, exactly.
 #if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 constexpr float kFp8Lift = 256.0f;
 HADAL_INLINE V v_of_fp8(const uint8_t* p) {
@@ -100,8 +100,8 @@ inline void widen(const Matrix& w, int n0, int n1, int k, int n, float* to, long
     for (int row = n0; row < n1; row++) widen_row(w, row, k, n, to + (row - n0) * ld);
 }
 
-constexpr int kRowBlockBytes = 64 << 10;     // a block of W rows that stays in L2 over all token tiles
-constexpr int kPrefetchBytes = 12 << 10;     // prefetch distance of a first pass: rows are short, streams restart
+constexpr int kRowBlockBytes = 64 << 10;     // block of W rows that stays in L2 over all token tiles
+constexpr int kPrefetchBytes = 12 << 10;     // prefetch distance of the first pass over W
 
 HADAL_INLINE void prefetch_bytes(const char* from, long count) {
     for (long i = 0; i < count; i += 64) __builtin_prefetch(from + i, 0, 2);
