@@ -1,4 +1,4 @@
-"""`hadal`: the commands. Each imports its modules when it is called, so that `--help` is quick."""
+"""Commands of `hadal`. Each imports its modules when it is called, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
 
 COMPLETE_VARIABLE = "_HADAL_COMPLETE"
-"""Set by a shell that requests a completion; Typer answers."""
+"""Environment variable of a shell's completion request, which Typer answers."""
 
 
-# Typer's own completion options would appear in every help; `hadal completion` prints the same.
+# add_completion=False hides Typer's options from every help; `hadal completion` replaces them.
 completion_init()
 app = typer.Typer(
     cls=Commands,
@@ -56,7 +56,7 @@ app = typer.Typer(
 
 
 class Shell(StrEnum):
-    """A shell for which `hadal completion` has a script."""
+    """Shells for which `hadal completion` has a script."""
 
     BASH = "bash"
     ZSH = "zsh"

@@ -1,6 +1,5 @@
-"""Progress of a piece of work: a bar at the foot of a terminal, elsewhere a line every 10 s.
-
-Written to stderr, so that a command's stdout can be read by programs. Independent of the work.
+"""Progress display on stderr: a bar at the foot of a terminal, elsewhere a line every 10 s.
+Independent of the work.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from rich.progress import (
 from rich.text import Text
 
 PERIOD_S = 10.0
-"""Time between two lines if there is no terminal."""
+"""Seconds between two lines if stderr is no terminal."""
 
 
 class Bar:
-    """Progress display of one piece of work. Use as a context manager; `update` may be called from
+    """Context manager with the progress display of one piece of work. `update` may be called from
     any thread.
     """
 
@@ -36,9 +35,7 @@ class Bar:
         console: Console | None = None,
         period_s: float = PERIOD_S,
     ) -> None:
-        """Make a display. `total`: value of `done` at the end; None: unknown. `console`: used
-        instead of stderr.
-        """
+        """`total`: value of `done` at the end; None: unknown. `console`: used instead of stderr."""
         self.console = console or Console(stderr=True)
         self._name = name
         self._total = total
@@ -75,7 +72,9 @@ class Bar:
             self._teller.join()
 
     def update(self, what: str = "", *, done: float | None = None, advance: float = 0.0) -> None:
-        """Show the current activity `what` ("": unchanged) and the progress: `done`, plus `advance`."""
+        """Show the activity `what` ("": unchanged) and set progress to `done` (None: same) +
+        `advance`.
+        """
         self._what = what or self._what
         self._done = (self._done if done is None else done) + advance
         self._bar.update(self._task, description=self._what or self._name, completed=self._done)

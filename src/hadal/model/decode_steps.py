@@ -203,8 +203,7 @@ class DecodeSteps:
         is_moving_B = np.isin(slots_B, plan.publishes)
         rows = np.flatnonzero(is_moving_B | is_filling_B)
         if drafter is not None:
-            # A slot that changes ranks needs its last token's entry too, if that token's block
-            # moves.
+            # A slot that changes ranks also needs its last token's entry, if that block moves.
             ends_B = positions_B - positions_B % BLOCK_TOKENS
             ends_B[is_moving_B] = positions_B[is_moving_B] + (
                 positions_B[is_moving_B] % BLOCK_TOKENS > 0

@@ -1,14 +1,14 @@
-"""MLA's core attention in plain torch. Fast twin of the absorbed and the sparse form:
+"""MLA's core attention in plain torch. Fast twin of the absorbed and sparse forms:
 `hadal.kernels.attention`.
 
-Absorbed form, for decode: one query per request against the paged latent cache itself. W_UK is
-already in the query and W_UV is applied later, so all heads share one key and value of C+R
-(DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+Absorbed form, for decode: one query per request against the paged latent cache itself. The query is
+already multiplied by W_UK, and the result is multiplied by W_UV later, so all heads share one key
+and value of C+R values (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
 Sparse form: the lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, eq. 1-2) selects the
 positions that a token attends to. DeepSeek's own code rotates queries and keys by a Hadamard
 matrix, which changes no product, and rounds both to FP8; here they are FP32. It also multiplies
-scores by J^-1/2 X^-1/2, which changes no order.
+scores by J^-1/2 X^-1/2, which does not change their order.
 
 Multi-head form, for prefill: keys and values are expanded from latents (DeepSeek-V3, arXiv
 2412.19437, eq. 4-10). Independent of blocks and batches.
@@ -36,7 +36,7 @@ class SeenEntries:
     cache_PLSD: Tensor
     layer_index: int
     block_table_BM: Tensor
-    """Blocks of each request."""
+    """Block ids of each request."""
     lengths_B: Tensor
     """Number of positions that each request sees, its new token included."""
     first: int = 0
@@ -70,14 +70,14 @@ def mla_decode(
 
 
 def index_scores(q_TJX: Tensor, weights_TJ: Tensor, key_SX: Tensor) -> Tensor:
-    """Return [T, S]: the sum over heads of weight * relu(query . key)."""
+    """Return scores [T, S]: the sum over heads of weight * relu(query . key)."""
     dots_TJS = torch.einsum("tjx,sx->tjs", q_TJX, key_SX).relu()
     return torch.einsum("tj,tjs->ts", weights_TJ, dots_TJS)
 
 
 def best_positions(scores_TS: Tensor, num_selected: int) -> Tensor:
-    """Return [T, K] int32, ascending: the K positions with the largest scores; among equals the
-    lower position.
+    """Return [T, K] int32, ascending: the K positions with the largest scores, among equal scores
+    the lower ones.
     """
     order_TS = scores_TS.sort(dim=-1, descending=True, stable=True).indices
     return order_TS[:, :num_selected].sort(dim=-1).values.int()
@@ -87,7 +87,7 @@ def select_positions(
     q_BJX: Tensor, weights_BJ: Tensor, seen: SeenEntries, num_selected: int
 ) -> Tensor:
     """Return selected [B, K] int32, ascending, from the positions that each request sees. Rows of
-    requests that see at most K are meaningless. A position's key is the last X values of its entry.
+    requests that see at most K are undefined. A position's key is the last X values of its entry.
     """
     selected_BK = torch.zeros((len(q_BJX), num_selected), dtype=torch.int32, device=q_BJX.device)
     key_PSX = seen.cache_PLSD[:, seen.layer_index, :, -q_BJX.shape[-1] :]

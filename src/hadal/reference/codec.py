@@ -1,5 +1,5 @@
-"""Rows as they travel between ranks, in plain torch: encode, decode, and the weighted sum of
-returned rows.
+"""Rows in messages between ranks, in plain torch: encode, decode, and the weighted sum of returned
+rows.
 
 Independent of ranks and messages. Formats: "fp32"; "bf16"; "fp8": E4M3 codes padded with zeros to a
 multiple of 4, then one FP32 scale per 128 channels (the last group may be smaller), scale =
@@ -25,8 +25,8 @@ _MANTISSA = 0x7FFFFF
 
 
 def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: str) -> None:
-    """Fill rows_NB (uint8, rows may have gaps) with the rows `index_N` of x_TD, all of them in
-    order if None.
+    """Encode the rows `index_N` of x_TD (None: all in order) into rows_NB (uint8; gaps between rows
+    are allowed).
     """
     picked_ND = x_TD if index_N is None else x_TD[index_N.long()]
     hidden = x_TD.shape[1]
@@ -40,16 +40,16 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, row_format: st
     groups_NGC = F.pad(picked_ND, (0, num_groups * SCALE_GROUP - hidden)).view(
         -1, num_groups, SCALE_GROUP
     )
-    # Divided by a tensor: a device may replace division by a constant with multiplication by its
+    # Divide by a tensor: a device may replace division by a constant with multiplication by its
     # inverse.
     scale_NG = groups_NGC.abs().amax(dim=2).clamp(min=MIN_AMAX) / torch.full(
         (), E4M3_MAX, device=x_TD.device
     )
     if row_format == "fp8_pow2":
-        # Any mantissa bit carries into the exponent; then only the exponent is kept.
+        # Add so that any set mantissa bit carries into the exponent, then clear the mantissa.
         power = ((scale_NG.view(torch.int32) + _MANTISSA) & ~_MANTISSA).view(torch.float32)
         scale_NG = torch.where(scale_NG.isfinite(), power, scale_NG)
-    # Clamped because a cast beyond the range gives NaN on some devices.
+    # Clamp, because on some devices a cast of larger values gives NaN.
     codes_NGC = (
         (groups_NGC / scale_NG[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     )
@@ -93,15 +93,14 @@ def weighted_sum(
 
 
 def _dense(rows_NB: Tensor) -> Tensor:
-    """Return a contiguous copy: received bytes may lie at any address, other types must be aligned."""
+    """Return a contiguous, aligned copy: received bytes may lie at any address."""
     return rows_NB.clone(memory_format=torch.contiguous_format)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return a * b + c with one rounding, as the kernels compute it.
-
-    The product of two FP32 is exact in FP64. Its sum with c is rounded to odd (Boldo, Melquiond
-    2008), so that rounding it again to FP32 equals a single rounding.
+    """Return a * b + c with one rounding, as the kernels compute it. The product of two FP32 is
+    exact in FP64. Its sum with c is rounded to odd (Boldo, Melquiond 2008), so that rounding it
+    again to FP32 equals a single rounding.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend

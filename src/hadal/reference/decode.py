@@ -1,5 +1,4 @@
-"""Decode step of the whole model over the paged cache, absorbed form: the twin of the fused step.
-
+"""Decode step of the model over the paged cache, in absorbed form: the twin of the fused step.
 Shapes: B requests, V vocabulary, P blocks, L layers, S block tokens, M blocks of a request, D
 values of an entry.
 """
@@ -43,7 +42,9 @@ def paged_core_attention(
     entry_BD: Tensor,
     index_queries: IndexQueries | None,
 ) -> Tensor:
-    """Write the rows' entries into the cache, then attend to the visible or selected positions."""
+    """Write the rows' entries into the cache; return o [B, H, W] over visible or selected
+    positions.
+    """
     write_entries(seen, entry_BD)
     selected_BK = None
     if index_queries is not None:
@@ -56,7 +57,7 @@ def paged_core_attention(
 
 
 def write_entries(seen: SeenEntries, entry_BD: Tensor) -> None:
-    """Write each row's entry of a layer at the last position that the row sees."""
+    """Write each row's entry into its layer, at the last position that the row sees."""
     block_tokens, position_B = seen.cache_PLSD.shape[2], seen.lengths_B.long() - 1
     block_B = seen.block_table_BM.long().gather(1, (position_B // block_tokens)[:, None])[:, 0]
     seen.cache_PLSD[block_B, seen.layer_index, position_B % block_tokens] = entry_BD

@@ -1,9 +1,8 @@
-"""Reference definition of dispatch and combine: every token through its experts, all ranks' tokens
-in one process.
+"""Reference definition of dispatch and combine, for the tokens of all ranks in one process.
 
-Independent of bytes; ranks only own tokens. The slow twin of `comm/expert_comm`: the same rows
-reach the same experts and are summed in the same way; the caller passes the effect of the dispatch
-format on a row as a function. Shapes: T tokens of a rank, D hidden, K chosen.
+Independent of bytes and placements. The slow twin of `comm/expert_comm`: the same rows reach the
+same experts and are summed in the same order. The caller passes functions with the effect of the
+dispatch and combine formats on a row. Shapes: T tokens of a rank, D hidden, K chosen.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ def all_to_all(
     there: Rows = exact,
     back: Rows = exact,
 ) -> dict[int, Tensor]:
-    """Return routed [T, D] of every rank: sum over k, by ascending expert id, of weight *
-    back(expert(there(x))).
-
-    `experts(e, x_ND)` returns expert e's output for some rows, each computed independently.
+    """Return rank -> routed [T, D]: the sum over k, by ascending expert id, of weight *
+    back(expert(there(x))). `experts(e, x_ND)` returns expert e's output for rows, each independent
+    of the others.
     """
     routed = {}
     for rank, x in x_TD.items():
@@ -42,7 +40,7 @@ def all_to_all(
         for token in range(len(x)):
             for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
                 row_1D = back(experts(expert, there(x[token : token + 1])))
-                # Rounded to FP32 after every addition; the product is not rounded.
+                # Round to FP32 after every addition, but not after the product.
                 total_TD[token] = (
                     (total_TD[token] + weight.double() * row_1D[0].double()).float().double()
                 )

@@ -1,9 +1,9 @@
 """MoE gate and routed experts of a layer in plain torch. Fast twin: `hadal.kernels.experts`.
 
 The gate: sigmoid scores, groups, and a correction bias that affects the choice of experts but never
-their weights (DeepSeek-V3, arXiv 2412.19437, eq. 12-16 and section 2.1.2). The experts: every token
-through its K experts, one expert at a time, summed with the gate's weights. Shapes: T tokens, D
-hidden, E experts, G groups, K chosen, I expert width.
+their weights (DeepSeek-V3, arXiv 2412.19437, eq. 12-16 and section 2.1.2). The experts: the
+weighted sum of each token's K experts, computed one expert at a time. Shapes: T tokens, D hidden, E
+experts, G groups, K chosen, I expert width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def gate(
         group_score_TG = biased_TGe.topk(2, dim=-1).values.sum(-1)
         kept = group_score_TG.topk(config.topk_group, dim=-1, sorted=False).indices
         dropped_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(-1, kept, False)
-        # Not 0: a bias may make every kept score negative.
+        # Not with 0: a bias may make every kept score negative.
         biased_TE = biased_TGe.masked_fill(dropped_TG[..., None], float("-inf")).flatten(-2)
     ids_TK = biased_TE.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices
     weights_TK = scores_TE.gather(-1, ids_TK)
@@ -38,7 +38,7 @@ def gate(
 
 def experts(x_TD: Tensor, held: Experts, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return y [T, D]: y[t] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]). Raises
-    IndexError if an id's expert is not held.
+    IndexError if `held` lacks an id's expert.
     """
     y_TD = torch.zeros_like(x_TD)
     for expert in sorted(set(ids_TK.flatten().tolist())):

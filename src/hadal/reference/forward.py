@@ -1,8 +1,8 @@
-"""Plain loop for one request: the oracle of every exactness test. No blocks, batch or absorbed
-form.
+"""Forward pass of one request without blocks, batches or the absorbed form: the oracle of exactness
+tests.
 
-Each layer keeps the entries of all positions in one growing tensor; every step runs the multi-head
-form over it.
+Each layer keeps the entries of all positions in one growing tensor, over which every call runs
+multi-head attention.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from hadal.reference.products import linear, rms_norm
 def forward(
     weights: ModelWeights, tokens_T: Tensor, latents: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return (logits [T, V], hidden [T, D] after the last norm) of T tokens that follow those in
-    `latents`.
-
-    `latents` holds one [S, D] per layer and is extended by the T tokens; start with
+    """Return (logits [T, V], hidden [T, D] after the last norm) of T tokens after the ones in
+    `latents`. `latents` has one [S, D] per layer, and is extended by the T tokens; start with
     `no_latents(weights)`.
     """
     config = weights.config
@@ -68,7 +66,7 @@ def core_attention(
 
 
 def _left_out(scores_TS: Tensor, num_selected: int | None) -> Tensor | None:
-    """Return [T, S], True where the last T tokens skip a visible position; None: they skip none."""
+    """Return [T, S], True where a position is not attended to; None if every visible one is."""
     num_new, num_seen = scores_TS.shape
     if num_selected is None or num_seen <= num_selected:
         return None
@@ -81,7 +79,7 @@ def _left_out(scores_TS: Tensor, num_selected: int | None) -> Tensor | None:
 def generate(
     weights: ModelWeights, prompt: Sequence[int], max_tokens: int, stop_ids: Collection[int] = ()
 ) -> list[int]:
-    """Return up to `max_tokens` greedy tokens; a stop id ends them and is the last one."""
+    """Return up to `max_tokens` greedy tokens, ending with the first stop id."""
     device = weights.norm_D.device
     latents = no_latents(weights)
     logits_TV, _ = forward(weights, torch.tensor(prompt, device=device), latents)

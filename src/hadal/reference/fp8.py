@@ -16,9 +16,8 @@ E4M3_MAX = 448.0
 
 
 def e4m3_to_f32(codes: Tensor) -> Tensor:
-    """Return the exact values of E4M3 codes by table look-up, in half the time of the cast.
-
-    The two NaN codes give +-480; a checkpoint has none, because its quantiser saturates.
+    """Return the exact values of E4M3 codes by table look-up, in half the time of the cast. The two
+    NaN codes give +-480; a checkpoint has none, because its quantiser saturates.
     """
     values = e4m3_values(codes.device)
     return values.index_select(0, codes.view(torch.uint8).int().flatten()).view(codes.shape)
@@ -27,21 +26,20 @@ def e4m3_to_f32(codes: Tensor) -> Tensor:
 @functools.cache
 def e4m3_values(device: torch.device) -> Tensor:
     """Return the value of each code, FP32 [256], on this device; one tensor shared by all callers.
-
-    The bits of a value are those of an FP16 number that is smaller by 2^8.
+    A code's bits, shifted, are an FP16 number 2^8 times smaller.
     """
     bits = torch.arange(256, dtype=torch.int16, device=device)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16).float() * 256.0
 
 
 def num_scales(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape of the scales of a matrix of this shape."""
+    """Return (row blocks, column blocks) of a matrix of this shape."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def dequantise(codes: Tensor, scale_inv: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """Fill `out` [..., rows, columns] with codes * scale_inv [..., bands, stripes], one band of
-    blocks at a time, so that no copy of the whole is made.
+    """Fill `out` [..., rows, columns] with codes * scale_inv [..., row blocks, column blocks], a
+    row of blocks at a time, so that no whole copy is made.
     """
     rows, columns = codes.shape[-2:]
     for band in range(scale_inv.shape[-2]):
@@ -58,7 +56,7 @@ def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     padded[:rows, :columns] = weight
     blocks = padded.view(bands, block[0], stripes, block[1])
     scale_inv = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4) / E4M3_MAX
-    # Clamped because a cast beyond the range gives NaN on some devices.
+    # Clamp, because on some devices a cast of larger values gives NaN.
     codes = (
         (blocks / scale_inv[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     )

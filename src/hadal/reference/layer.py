@@ -1,4 +1,4 @@
-"""One decoder layer in plain torch, for the reference forwards. The caller supplies the core attention."""
+"""Decoder layer in plain torch, for reference forwards. The caller supplies the core attention."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from hadal.reference.rope import rotate, rotate_halves
 IndexQueries = tuple[Tensor, Tensor]
 """Rotated queries [T, J, X] and weights [T, J] of the indexer's heads."""
 CoreAttention = Callable[[Tensor, Tensor, Tensor, IndexQueries | None], Tensor]
-"""(q_nope [T, H, N], q_rope [T, H, R], entry [T, D] of the same tokens, the indexer's queries or
-None) -> o [T, H, W]
-"""
+"""(q_nope [T, H, N], q_rope [T, H, R], entry [T, D], IndexQueries or None) -> o [T, H, W]"""
 
 
 def queries_and_entry(

@@ -1,10 +1,10 @@
-"""Multi-token-prediction (MTP) module: drafts the token after the next from the model's hidden states.
-Two forms: over one whole text, without cache and batch, and the twin of the fused draft step.
+"""Multi-token-prediction (MTP) module, which drafts the token after next from hidden states. Two
+forms: over one whole text, without cache and batch, and the twin of the fused draft step.
 
-The module's entry at position q is made of token q and the model's hidden state of position q-1, or of
-zeros if q begins a block. So a block's entries depend only on its own and earlier tokens, and a row at
-q drafts token q+1. Position 0 has an entry of zeros and token 0, so that no block has a gap; the
-paper's module has no entry there, and no row attends to it.
+The module's entry at position q is computed from token q and the model's hidden state of position q-1,
+or zeros if q begins a block. So a block's entries depend only on its own and earlier tokens. A row at
+q drafts token q+1. Position 0 has an entry, computed from zeros and token 0, so that no block has a
+gap; the paper's module has none there, so no row attends to it.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2, eq. 21-23. T tokens, D hidden, V vocabulary.
 """
@@ -27,9 +27,8 @@ from hadal.reference.products import linear, rms_norm
 
 def mtp(weights: ModelWeights, hidden_TD: Tensor, next_tokens_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return (logits [T, V] for token t+2, hidden [T, D] after the module's last norm) from the
-    hidden state (after the last norm) of token t and the token t+1.
-
-    Row 0 is position 0. Raises ValueError if the weights were loaded without the module.
+    hidden state (after the last norm) of token t and the token t+1. Raises ValueError if the
+    weights were loaded without the module.
     """
     module, config = _module(weights), weights.config
     positions_T = torch.arange(1, 1 + len(hidden_TD), device=hidden_TD.device)
@@ -51,10 +50,9 @@ def draft_step(
     hidden_TD: Tensor,
     num_full: int,
 ) -> tuple[Tensor, Tensor]:
-    """Write each token's entry of the module at its position; return (logits [num_full, V] for the
-    token after it, hidden [num_full, D] after the module's last norm) of the first rows.
-
-    `hidden_TD`: the hidden state of the position before, zeros at a block's first position.
+    """Write each token's entry of the module at its position. Return (logits [num_full, V] for the
+    token after, hidden [num_full, D] after the module's last norm) of the first `num_full` rows.
+    `hidden_TD`: hidden states of the positions before, zeros at a block's first position.
     """
     module, config, index = _module(weights), weights.config, len(weights.layers)
     x_TD = _combined(weights, tokens_T, hidden_TD)

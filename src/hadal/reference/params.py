@@ -1,8 +1,8 @@
 """Weights of a DeepSeek-V3 model as frozen values, shared by `reference`, `kernels` and `model`.
 
-Matrices are as the checkpoint stores them (on a CPU, mapped from its files) or converted to the
-compute precision; norms, the gate and its bias are FP32. All are row-major, contiguous and in
-`F.linear`'s layout ([out, in]).
+Matrices are in the checkpoint's format (on a CPU, mapped from its files) or converted to the
+compute precision; norms, the gate and its bias are FP32. All are contiguous, in `F.linear`'s layout
+([out, in]).
 
 Shapes: D hidden, V vocab, H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, J
 index heads, X index_head_dim, F FFN width, E routed experts, I expert width, S shared-expert width
@@ -20,25 +20,24 @@ from hadal.core.model_config import SCALE_BLOCK, ModelConfig
 from hadal.reference.fp8 import dequantise
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the two norms inside MLA (q_a and kv_a). The released code fixes it; rms_norm_eps is
-for the others.
+"""Epsilon of MLA's norms after q_a and kv_a, fixed by the released code; others have rms_norm_eps.
 """
 INDEX_NORM_EPS = 1e-6
-"""Epsilon of the indexer's LayerNorm; the released code fixes it, too."""
+"""Epsilon of the indexer's LayerNorm, fixed by the released code."""
 FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """Weight [N, K]: plain values, or E4M3 codes with a scale per block. Its value is code * scale,
-    rounded to FP32.
+    """Weight [N, K]: plain values, or E4M3 codes with a scale per block (value = code * scale,
+    rounded to FP32).
     """
 
     values: Tensor
     scales: Tensor | None = None
-    """[blocks of rows, blocks of columns], FP32; only for E4M3 codes."""
+    """[row blocks, column blocks], FP32, of E4M3 codes; None for plain values."""
     block: tuple[int, int] = SCALE_BLOCK
-    """Rows and columns that share a scale."""
+    """Numbers of rows and columns that share a scale."""
     is_rounding_inputs: bool = False
     """True if inputs are rounded to E4M3 as well, with a scale per 128 values: DeepSeek-V3's own
     recipe (arXiv 2412.19437, 3.3.2).
@@ -59,7 +58,7 @@ class Matrix:
         return Matrix(torch.empty_like(self.values), scales, self.block, self.is_rounding_inputs)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the matrix's values [N, K] in this type; the stored tensor itself if it has the type."""
+        """Return the values [N, K] in this type; the stored tensor itself if it has the type."""
         if self.scales is None:
             return self.values.to(dtype)
         out = torch.empty(self.shape, dtype=torch.float32, device=self.values.device)
@@ -67,7 +66,7 @@ class Matrix:
         return out.to(dtype)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """Return rows [T, K] of the ids, in FP32 if stored as codes or on a CPU, else in the stored type."""
+        """Return rows [T, K], in FP32 if stored as codes or on a CPU, else in the stored type."""
         found_TK = self.values[ids_T]
         if self.scales is not None:
             block = 1, self.block[1]
@@ -82,9 +81,9 @@ class IndexerWeights:
     """
 
     q_b: Matrix
-    """[J*X, Q], of the query latent. The first R of a head's X values are rotated."""
+    """[J*X, Q], applied to the query latent. The first R of a head's X values are rotated."""
     k: Matrix
-    """[X, D]: one key for all heads, normed, its first R values rotated."""
+    """[X, D]. All heads share its key, which is normed; the first R values are rotated."""
     k_norm_X: Tensor
     k_norm_bias_X: Tensor
     head_weights: Matrix
@@ -99,9 +98,7 @@ class AttentionWeights:
     """W_DQ, [Q, D]."""
     q_a_norm_Q: Tensor | None
     q_b: Matrix
-    """[H*(N+R), Q], or [H*(N+R), D] without q-LoRA: per head the N plain rows, then the R rotated
-    ones.
-    """
+    """[H*(N+R), Q], or [H*(N+R), D] without q-LoRA: per head N plain rows, then R rotated ones."""
     kv_a: Matrix
     """[C+R, D]: W_DKV, then W_KR."""
     kv_a_norm_C: Tensor
@@ -112,7 +109,7 @@ class AttentionWeights:
     o: Matrix
     """[D, H*W]"""
     indexer: IndexerWeights | None = None
-    """None: a token attends to all positions."""
+    """None if tokens attend to all visible positions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +135,8 @@ class MlpWeights:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """Routed experts of a layer, by expert id. On a rank with only some of them: by expert slot,
-    None if a slot is empty.
+    """Routed experts of a layer, by expert id; on a rank of a unit by expert slot, None if a slot
+    is empty.
     """
 
     slots: tuple[MlpWeights | None, ...]
@@ -149,11 +146,11 @@ class Experts:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(I, D) of the held experts; (0, 0) if there is none."""
+        """(I, D) of the experts in the slots; (0, 0) if all slots are empty."""
         return next((mlp.gate.shape for mlp in self.slots if mlp is not None), (0, 0))
 
     def __getitem__(self, index: int) -> MlpWeights:
-        """Return a held expert. Raises IndexError if there is no such expert, or its slot is empty."""
+        """Return the expert in a slot. Raises IndexError if the slot is empty or does not exist."""
         found = self.slots[index] if index >= 0 else None
         if found is None:
             raise IndexError(f"expert slot {index} of {len(self.slots)} is empty.")
@@ -162,12 +159,12 @@ class Experts:
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """Routed experts, the shared expert and the gate, which covers all experts, held here or not."""
+    """Routed experts of this rank, the shared expert, and the gate of all experts."""
 
     router: Matrix
     """[E, D], FP32: a rounded score would route a token to other experts."""
     router_bias_E: Tensor
-    """Correction bias: affects the choice of experts, never their weights."""
+    """Correction bias, which affects the choice of experts, never their weights."""
     experts: Experts
     shared: MlpWeights
 
@@ -199,8 +196,8 @@ class MtpWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """Weights of a whole model. `cos_sin` is [max_position, R]: cos of the R/2 pairs, then sin,
-    YaRN applied (FP32).
+    """Weights of a model. `cos_sin`, [max_position, R] in FP32: cos of the R/2 pairs, then sin,
+    with YaRN.
     """
 
     config: ModelConfig

@@ -1,6 +1,6 @@
 """Products with weights in plain torch: y = x W^T; SwiGLU, the feed-forward network (arXiv
-2002.05202); products of each head with its own matrix, which MLA's absorbed form needs before and
-after its core attention; and the RMS norm. Fast twin: `hadal.kernels.products`.
+2002.05202); products of each head with its own matrix, before and after MLA's absorbed core
+attention; and the RMS norm. Fast twin: `hadal.kernels.products`.
 
 Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 """
@@ -24,14 +24,14 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def linear(x_MK: Tensor, w: Matrix) -> Tensor:
-    """Return y [M, N] (or [..., N] for x of more dimensions)."""
+    """Return y [M, N] (or [..., N] for x of more dimensions) for w [N, K]."""
     if w.is_rounding_inputs:
         x_MK = rounded(x_MK)
     return F.linear(x_MK, w.dense(x_MK.dtype))
 
 
 def rounded(x_MK: Tensor) -> Tensor:
-    """Return x after rounding each 128 values of a row to E4M3 codes with a common scale."""
+    """Return x with each 128 values of a row rounded to E4M3 with a common scale."""
     flat_MK = x_MK.reshape(-1, x_MK.shape[-1]).float()
     rows_MB = torch.empty(
         (len(flat_MK), row_bytes(flat_MK.shape[1], "fp8")), dtype=torch.uint8, device=x_MK.device
@@ -43,7 +43,7 @@ def rounded(x_MK: Tensor) -> Tensor:
 
 
 def swiglu(x_TD: Tensor, mlp: MlpWeights) -> Tensor:
-    """Apply a dense or shared network to [T, D]."""
+    """Return down(silu(gate x) * up x), [T, D]."""
     return linear(F.silu(linear(x_TD, mlp.gate)) * linear(x_TD, mlp.up), mlp.down)
 
 
@@ -64,5 +64,5 @@ def heads_out(o_BHC: Tensor, kv_b: Matrix, num_values: int) -> Tensor:
 
 
 def _by_head(kv_b: Matrix, x_BHK: Tensor) -> Tensor:
-    """Return the matrix by head, [H, N + W, C]."""
+    """Return the matrix split by head, [H, N + W, C]."""
     return kv_b.dense(x_BHK.dtype).view(x_BHK.shape[1], -1, kv_b.shape[1])

@@ -1,7 +1,5 @@
 """Rotary positions with YaRN's stretched frequencies, on interleaved pairs. Independent of
-attention.
-
-Sources: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071, section 3.2 (NTK-by-parts) and 3.4
+attention. Sources: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071, section 3.2 (NTK-by-parts) and 3.4
 (temperature). Shapes: T tokens, H heads, R rotated dims (R/2 pairs).
 """
 
@@ -24,7 +22,7 @@ def cos_sin_table(config: ModelConfig) -> Tensor:
     if config.rope_scaling is not None:
         frequency = _stretch(frequency, config.rope_scaling, config.rope_theta)
         temperature = config.rope_scaling.temperature
-    # FP32 on purpose: the model was trained with angles of this rounding.
+    # In FP32, because the model was trained with angles rounded like this.
     angle = torch.outer(
         torch.arange(config.max_position_embeddings, dtype=torch.float32), frequency
     )
@@ -32,11 +30,11 @@ def cos_sin_table(config: ModelConfig) -> Tensor:
 
 
 def _stretch(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """Interpolate slow pairs (divide by the factor), keep fast ones, with a ramp between."""
+    """Divide slow pairs' frequencies by the factor, keep fast pairs', with a ramp between."""
     dim = 2 * len(frequency)
 
     def pair_with(rotations: float) -> float:
-        """Return the pair that turns this often within the original context."""
+        """Return the (fractional) index of the pair that turns this often in the original context."""
         wavelength = scaling.original_max_position_embeddings / rotations
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 

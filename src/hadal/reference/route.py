@@ -1,7 +1,6 @@
 """Assign every (token, expert) pair to a rank and expert slot, grouped by rank, in plain torch.
-
 Independent of bytes and messages. Fast twin: `hadal.kernels.route`. Shapes: T tokens, K chosen, E
-experts, M most replicas, P = T * K pairs, N rows (distinct tokens of a rank, all ranks).
+experts, M most replicas, P = T * K pairs, N rows (distinct tokens of a rank) of all ranks.
 """
 
 from __future__ import annotations
@@ -19,41 +18,38 @@ class Replicas:
     """
 
     expert_slots_EM: Tensor
-    """int32, padded with an expert's first slot."""
+    """Replicas of each expert, int32, padded with the expert's first slot."""
     counts_E: Tensor
     """int32"""
     num_ranks: int
     num_expert_slots: int
-    """Expert slots of a rank."""
+    """Number of expert slots per rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Pairs and rows grouped by rank, within a rank by token, then choice. All tensors are int32.
-
-    A rank's rows are its distinct tokens: one copy of each is enough.
+    """Pairs and rows grouped by rank, within a rank by token, then choice. All tensors are int32. A
+    rank's rows are its distinct tokens, because a rank needs each token once.
     """
 
     num_pairs_R: list[int]
     num_rows_R: list[int]
     token_P: Tensor
     row_P: Tensor
-    """Index among the rows of its rank."""
+    """Index of each pair's row among the rows of its rank."""
     expert_slot_P: Tensor
-    """Local expert slot on its rank."""
+    """Expert slot of each pair on its rank."""
     token_N: Tensor
     at_TK: Tensor
-    """Index of each pair among the P."""
+    """Index of each (token, choice) among the P pairs."""
     expert_slot_TK: Tensor
-    """Expert slot id of the replica in the whole unit."""
+    """Expert slot id of each pair in the whole unit."""
 
 
 def choose_replicas(ids_TK: Tensor, replicas: Replicas, shift: int) -> Tensor:
     """Return the expert slot id of each pair, int64 [T, K]: replica (t + shift) % count of its
-    expert.
-
-    Even, and equal on every rank that computes it. Raises ValueError if an id is out of range or
-    its expert has no replica.
+    expert, so that tokens spread evenly. Raises ValueError if an id is out of range or its expert
+    has no replica.
     """
     if ids_TK.numel() and not 0 <= int(ids_TK.min()) <= int(ids_TK.max()) < len(replicas.counts_E):
         raise ValueError("an expert id is out of range.")
@@ -65,8 +61,8 @@ def choose_replicas(ids_TK: Tensor, replicas: Replicas, shift: int) -> Tensor:
 
 
 def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
-    """Choose every pair's replica and group the pairs by rank. Raises ValueError as
-    `choose_replicas` does.
+    """Choose every pair's replica and group the pairs by rank. Raises ValueError like
+    `choose_replicas`.
     """
     num_tokens, top_k = ids_TK.shape
     num_ranks, num_expert_slots = replicas.num_ranks, replicas.num_expert_slots

@@ -2,11 +2,11 @@
 
 Depends on slots, not on requests. `hadal.kernels.sampling` draws the same tokens; this runs where
 the kernels cannot. A row's draw depends only on its logits, its slot's numbers and its output
-index. Sort order never breaks ties: a threshold keeps all tokens as likely as the last one kept.
+index. Ties are not broken: top-k and top-p keep all tokens as likely as the last one kept.
 
-A slot has several rows if speculative drafts are checked: the row of its last token and those of
-the drafted tokens after it, in order. It draws from one row after the other as long as each drawn
-token equals the next row's input token, so drafts change no output.
+To verify drafts (speculative tokens) a slot has several rows: the row of its last token, then a row
+per draft. It draws from the rows in order as long as each drawn token equals the next row's input
+token, so drafts change no output.
 
 Shapes: B rows or slots, R rows of all slots, S slots, V vocabulary, K best tokens, N drawn tokens,
 M masks, W 32-bit words of a mask.
@@ -39,21 +39,22 @@ SLOT = np.dtype(
     ],
     align=True,
 )
-"""Sampling parameters of one slot; kernels/cpu/sample.h has the same layout. temperature 0 is greedy,
-top_k 0 keeps all; 0 <= top_k < V. num_logprobs is at most V, and -1 if none are wanted. `index`: of the
-output's next token. The `num_forbidden` biases after the `num_bias` apply while index < min_tokens.
+"""Sampling parameters of one slot; kernels/cpu/sample.h has the same layout. temperature 0 is
+greedy, top_k 0 keeps all; 0 <= top_k < V. num_logprobs is at most V; -1: none. `index`: position of
+the next token in the output. The `num_forbidden` biases after the first `num_bias` apply while index
+< min_tokens.
 """
 
 TOKEN_VALUE = np.dtype([("token", np.int32), ("value", np.float32)])
-"""Token and a bias of its logit, where -inf forbids it; or token and its log-probability."""
+"""Token with a bias of its logit (-inf forbids it), or token with its log-probability."""
 ROW = np.dtype([("token", np.int64), ("logprob", np.float32), ("status", np.int32)])
 """Result of a row. The token is 0 unless the status is DRAWN; the log-probability is valid only if
-the slot requests it.
+the slot requests log-probabilities.
 """
 
 DRAWN, NOT_FINITE, NOTHING_LEFT = range(3)
-"""Status of a row: a token was drawn; the logits have a NaN or +inf, or only -inf; the slot's own
-parameters leave only such values.
+"""Status of a row: a token was drawn; the logits have NaN or +inf, or only -inf; bias, penalties
+and masks leave only such values.
 """
 
 
@@ -64,11 +65,11 @@ class SlotTable:
     slots_S: np.ndarray
     """[S] of SLOT."""
     bias: np.ndarray
-    """Array of TOKEN_VALUE, the slots' parts one after another; each token is below V."""
+    """Array of TOKEN_VALUE, concatenated over slots; each token is below V."""
     counts_SV: Tensor | None = None
-    """int32: count of each token in the output. None if no slot has a penalty."""
+    """int32, count of each token in the output; None if no slot has a penalty."""
     seen_SV: Tensor | None = None
-    """bool: True if the token is in prompt or output."""
+    """bool, True if the token is in prompt or output; None if no slot has a penalty."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,9 @@ class RowMasks:
 
 def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Return numbers in [0, 1) that depend on (seed, index) alone: splitmix64 (Steele, Lea, Flood
-    2014) at counter `index`.
-
-    Both uint64; the result is float64 with 53 random bits.
+    2014) at counter `index`. Arguments are uint64, the result is float64 with 53 random bits.
     """
-    # The seed is mixed first: otherwise neighbouring seeds would give the same stream, shifted.
+    # Mix the seed first: otherwise neighbouring seeds would give the same stream, shifted.
     with np.errstate(over="ignore"):
         z = _mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + (indices + np.uint64(1)) * np.uint64(
             0x9E3779B97F4A7C15
@@ -112,14 +111,15 @@ def sample(
     masks: RowMasks | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Draw tokens for each slot `slots_B[b]` from its `num_B[b]` adjacent rows (at least one), given
-    their input tokens `fed_R`. No slot may be listed twice. All are int64. A row's mask is valid if the
-    row's input token was drawn before it.
+    their input tokens `fed_R`. No slot may be listed twice. All are int64. A row's mask assumes that
+    the row's input token was drawn.
 
     Advances the slots' indices and histories. The logits may have any float type and are not changed.
-    Returns (num_drawn_B, at_N, rows_N of ROW, best_NK of TOKEN_VALUE): tokens drawn per slot, and for
-    each token its row and result. The last one of a slot may have failed. K is the largest number of
-    best tokens that a slot requests; a row's entries beyond its own slot's number are meaningless, and
-    among equals the lower id is first. Raises ValueError if a slot is listed twice or rows are missing.
+    Returns (num_drawn_B, at_N, rows_N of ROW, best_NK of TOKEN_VALUE): number of tokens per slot, and
+    of each token the row, result and best tokens. A slot's last token may have failed. K is the
+    largest number of best tokens that a slot requests; entries beyond a slot's number are undefined;
+    among equals the lower id is first. Raises ValueError if a slot is listed twice or rows are
+    missing.
     """
     if len(np.unique(slots_B)) < len(slots_B):
         raise ValueError("a slot comes twice.")
@@ -160,9 +160,8 @@ def _advance(slots: np.ndarray, tokens: np.ndarray, table: SlotTable) -> None:
 def sample_rows(
     logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable, masks: RowMasks | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw row b with the parameters of slot `slots_B[b]`, at its index; nothing advances.
-
-    Returns (rows [B] of ROW, best [B, K] of TOKEN_VALUE).
+    """Draw row b with the parameters of slot `slots_B[b]`, without advancing the slot. Returns
+    (rows [B] of ROW, best [B, K] of TOKEN_VALUE).
     """
     logits_BV, slot_B = logits_BV.float(), table.slots_S[slots_B]
     adjusted_BV = adjust(logits_BV, slots_B, table)
@@ -188,18 +187,18 @@ def sample_rows(
         # The model's own distribution: before bias, penalties, masks and temperature.
         logprobs_BV = logits_BV.log_softmax(-1, dtype=torch.float64)
         rows_B["logprob"] = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0].cpu()
-        # A stable sort keeps equals in order of id.
+        # A stable sort puts the lower id first among equals.
         ids_BK = logits_BV.argsort(dim=-1, descending=True, stable=True)[:, :num_best]
         best_BK["token"], best_BK["value"] = ids_BK.cpu(), logprobs_BV.gather(-1, ids_BK).cpu()
     return rows_B, best_BK
 
 
 def adjust(logits_BV: Tensor, slots_B: np.ndarray, table: SlotTable) -> Tensor:
-    """Return a copy after bias and penalties, in this order, as in vLLM and transformers.
-
-    Repetition makes tokens of prompt and output less likely: it divides positive logits and
-    multiplies negative ones (CTRL, 2019). Frequency is subtracted once per occurrence of a token in
-    the output, presence once in all (as in OpenAI's API); in FP64, where their products are exact.
+    """Return a copy after bias and penalties, in this order, as in vLLM and transformers. The
+    repetition penalty divides positive logits and multiplies negative ones of tokens in prompt or
+    output (CTRL, 2019). The frequency penalty is subtracted once per occurrence of a token in the
+    output, the presence penalty once per token in it (as in OpenAI's API); in FP64, where products
+    are exact.
     """
     slot_B, logits_BV = table.slots_S[slots_B], logits_BV.clone()
     is_early_B = slot_B["index"] < slot_B["min_tokens"]
@@ -239,8 +238,8 @@ def allowed(logits_BV: Tensor, masks: RowMasks) -> Tensor:
 
 
 def kept(logits_BV: Tensor, slot_B: np.ndarray) -> Tensor:
-    """Return probabilities up to a factor per row, the best 1; 0 for tokens removed by top-k, then
-    top-p of the rest, then min-p.
+    """Return probabilities relative to each row's best token; 0 for tokens removed by top-k, then
+    by top-p of the rest, then by min-p.
     """
     temperature, top_k, top_p, min_p = (
         _on(logits_BV, slot_B[name])[:, None] for name in ("temperature", "top_k", "top_p", "min_p")
@@ -252,7 +251,7 @@ def kept(logits_BV: Tensor, slot_B: np.ndarray) -> Tensor:
     is_within_BV = torch.arange(vocabulary, device=logits_BV.device) < top_k
     ranked_BV = p_BV.gather(-1, order_BV).where(is_within_BV, 0.0).double()
     sums_BV = ranked_BV.cumsum(-1)
-    # A token is in the nucleus if the tokens before it do not reach the mass; the first always is.
+    # A token is kept if the more likely ones do not reach top_p of the mass; the first always is.
     is_inside_BV = (sums_BV - ranked_BV < top_p * sums_BV[:, -1:]) | (top_p >= 1)
     last_B1 = (is_within_BV & is_inside_BV).sum(-1, keepdim=True).clamp(min=1) - 1
     return p_BV.where((logits_BV >= sorted_BV.gather(-1, last_B1)) & (p_BV >= min_p), 0.0)

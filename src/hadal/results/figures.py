@@ -1,8 +1,8 @@
-"""Charts as plotly's figures: plain values, made without plotly.
+"""Charts as plotly figures, made as plain values without plotly.
 
     {"label": "...", "data": [traces], "layout": {...}}
 
-A colour is the name of one of the template's style variables.
+A colour is the name of a style variable in `templates/style.html`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Figure = dict[str, Any]
 
 
 def figure(label: str, data: list[Figure], height: int, **layout: Any) -> Figure:
-    """Return a chart. `label` describes it to readers who cannot see it."""
+    """Return a chart. `label`: description for screen readers."""
     return {
         "label": label,
         "data": data,
@@ -26,7 +26,7 @@ def figure(label: str, data: list[Figure], height: int, **layout: Any) -> Figure
             "hoverlabel": {"bgcolor": "--card", "bordercolor": "--rule"},
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "--soft", "activecolor": "--ink"},
             "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"},
-            "uirevision": "as zoomed",  # Constant, so that a redraw in other colours keeps the zoom.
+            "uirevision": "as zoomed",  # Constant, so that a redraw keeps the zoom.
             **layout,
         },
     }

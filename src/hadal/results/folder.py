@@ -1,4 +1,4 @@
-"""Folder to which a command writes its results."""
+"""Check of the folder to which a command writes its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of results: tables, and the templates in `templates/` with the filters that write numbers."""
+"""Pages of results: tables, and the templates in `templates/` with filters that format numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hadal.results.values import (
 
 @dataclass(frozen=True)
 class Table:
-    """Table with names in the first column, and right-aligned figures in the others. Headings in
-    `groups` span three columns each, at the right.
+    """Table with names in the first column and right-aligned figures in the others. Each heading in
+    `groups` spans three of the last columns.
     """
 
     heads: Sequence[str]

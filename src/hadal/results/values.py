@@ -1,7 +1,5 @@
-"""Reading values from `result.json` for the report of a day, and formatting of numbers.
-
-Any value may be missing or null there (no window ran, no published value): a number is then None,
-written as a dash.
+"""Values of result files, and formatting of numbers. Any value may be missing or null there (no
+window ran, no published value): a number is then None, written as a dash.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ def number(source: Mapping[str, Any], *path: str) -> float | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Return any value as a number within LARGEST, else None."""
+    """Return the value as a number, or None if it is no number or above LARGEST."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -35,7 +33,7 @@ def as_number(value: Any) -> float | None:
 
 
 def numbers(source: Mapping[str, Any], *path: str) -> list[float | None]:
-    """Return the list at a path of keys, empty if there is none."""
+    """Return the list at a path of keys, None for entries without a number; empty if there is none."""
     found: Any = source
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -69,7 +67,7 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def plain(value: float | None, decimals: int = 1) -> str:
-    """Return the number with thousands separated; from 1,000 on without decimals."""
+    """Return the number with thousands separators; from 1,000 on without decimals."""
     if value is None:
         return NOTHING
     if abs(value) >= 1e15:
@@ -98,7 +96,7 @@ def _significant(value: float, digits: int) -> str:
 
 
 def dollars(value: float | None) -> str:
-    """Return dollars: with cents below 1,000, whole from 1,000 on, with a unit from ten millions on."""
+    """Return dollars: with cents below $1,000, whole from $1,000 on, with a unit from $10 M on."""
     if value is None:
         return NOTHING
     sign = "−" if value < 0 else ""
@@ -109,7 +107,7 @@ def dollars(value: float | None) -> str:
 
 
 def percent(value: float | None, decimals: int = 1) -> str:
-    """Return a value that is in percent already, with its sign."""
+    """Return a value in percent (100 is the whole) with the percent sign."""
     return NOTHING if value is None else f"{plain(value, decimals)} %"
 
 

@@ -1,1 +1,1 @@
-"""A model's tokens: their bytes, and the tokens allowed next by a grammar."""
+"""A model's tokens: the bytes of each, and the tokens that a grammar allows next."""

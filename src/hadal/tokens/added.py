@@ -1,12 +1,10 @@
-"""The added tokens of a model's folder: texts, ids and flags, as transformers 5 loads them.
-
+"""Added tokens of a model's folder: texts, ids and flags, as transformers 5 loads them.
 `tokenizer.json` lists added tokens. `tokenizer_config.json`, and the older
 `special_tokens_map.json` and `added_tokens.json`, add more and change flags. transformers 5 applies
-them in a fixed order, and the `tokenizers` library gives every text an id: the one that the
-vocabulary has for it, else the next free one. An id that a file states for a text is ignored.
-Source: transformers 5.23, `PreTrainedTokenizerBase._from_pretrained` and
-`TokenizersBackend.__init__`; tokenizers 0.23, `AddedVocabulary::add_tokens`.
-tests/unit/gateway/test_same_tokens.py compares both with this file.
+them in a fixed order. The `tokenizers` library gives every text its id in the vocabulary, or else
+the next free id; ids in the files are ignored. Source: transformers 5.23,
+`PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__`; tokenizers 0.23,
+`AddedVocabulary::add_tokens`. tests/unit/gateway/test_same_tokens.py compares both with this file.
 """
 
 from __future__ import annotations
@@ -22,11 +20,12 @@ from hadal.core.errors import CheckpointError
 
 CONFIG = "tokenizer_config.json"
 IGNORED = frozenset({"model_max_length", "max_len"})
-"""Fields of tokenizer_config.json that do not affect ids. transformers writes 10**30 there for "no limit"."""
+"""Fields of tokenizer_config.json without effect on ids; their value may be 10**30, for "no limit".
+"""
 _NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
-"""Names of special tokens that every tokenizer of transformers may have."""
+"""Special tokens that every tokenizer of transformers may have, in its order."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MAX_ID_DIGITS = 9
 
@@ -37,15 +36,15 @@ class AddedToken:
 
     content: str
     single_word: bool = False
-    """The token matches only if no word character is directly before or after it."""
+    """True if the token matches only without a word character directly before or after it."""
     lstrip: bool = False
-    """The token includes the white space before it."""
+    """True if the token includes the white space before it."""
     rstrip: bool = False
-    """The token includes the white space after it."""
+    """True if the token includes the white space after it."""
     normalized: bool = False
-    """The token is searched in the normalised text, by its own normalised form."""
+    """True if the token's normalised form is searched in the normalised text."""
     special: bool = False
-    """The token controls the model and has no text of its own in an answer."""
+    """True if the token controls the model and has no text in an answer."""
 
 
 def load_added_tokens(folder: Path, fields: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
@@ -72,7 +71,7 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
-    """Return the content of one of the tokenizer's files, empty if it is absent. Raises CheckpointError."""
+    """Return the content of a tokenizer file, empty if it is absent. Raises CheckpointError."""
     path = folder / name
     if not path.exists():
         return {}
@@ -81,18 +80,18 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _OtherFiles:
-    """Tokens of the files beside tokenizer.json."""
+    """Tokens of the folder's files other than tokenizer.json."""
 
     decoder: list[AddedToken]
     """Tokens of `added_tokens_decoder`, by ascending key."""
     names: dict[str, AddedToken | str]
-    """Special tokens by name. A value that is only a text has no flags of its own."""
+    """Special tokens by name; a plain text has no flags of its own."""
     extra: list[AddedToken | str]
-    """Special tokens without a name."""
+    """Special tokens without a name; a plain text has no flags of its own."""
 
     @staticmethod
     def read(folder: Path, listed: list[AddedToken], fields: Mapping[str, Any]) -> _OtherFiles:
-        """Read the files. `listed`: tokens of tokenizer.json, with the content `fields`."""
+        """Read the files. `listed`: added tokens of tokenizer.json; `fields`: its content."""
         path, config = folder / CONFIG, read_config(folder)
         if config.get("additional_special_tokens") and not config.get("extra_special_tokens"):
             config["extra_special_tokens"] = config["additional_special_tokens"]
@@ -123,11 +122,11 @@ class _OtherFiles:
         )
 
     def texts(self) -> dict[str, str]:
-        """Return name -> text."""
+        """Return name -> text of the named special tokens."""
         return {name: _text(value) for name, value in self.names.items()}
 
     def to_add(self, known: set[str]) -> list[AddedToken]:
-        """Return the tokens to add after those of tokenizer.json; `known` are the texts of those."""
+        """Return the tokens to add after tokenizer.json's own, which have the texts `known`."""
         found: list[AddedToken | str] = list(self.decoder)
         known = known | {token.content for token in self.decoder}
         for value in (*self.names.values(), *self.extra):
@@ -145,7 +144,7 @@ class _OtherFiles:
 def _add(
     id_to_token: dict[int, AddedToken], tokens: Iterable[AddedToken], vocab: Mapping[str, int]
 ) -> None:
-    """Add tokens as the tokenizers library does, in place."""
+    """Add tokens to `id_to_token` as the tokenizers library does."""
     text_to_id = {token.content: token_id for token_id, token in id_to_token.items()}
     next_id = max(len(vocab), max(id_to_token, default=-1) + 1)
     for token in tokens:
@@ -182,7 +181,7 @@ def _special_names(config: Mapping[str, Any], path: Path) -> dict[str, AddedToke
 
 
 def _older_names(older: dict[str, Any], folder: Path, *, has_extra: bool) -> dict[str, Any]:
-    """Return the fields of special_tokens_map.json that replace those of tokenizer_config.json."""
+    """Return the fields of special_tokens_map.json that replace fields of tokenizer_config.json."""
     path = folder / "special_tokens_map.json"
     found: dict[str, Any] = {}
     for name, value in older.items():

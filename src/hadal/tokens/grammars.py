@@ -1,12 +1,12 @@
-"""Structured output: the supported part of JSON schemas, and the tokens allowed next in each text.
-A wrapper of llguidance (github.com/guidance-ai/llguidance); no other module imports it.
+"""Structured output: which JSON schemas are supported, and the tokens allowed next in each text.
+Wraps llguidance (github.com/guidance-ai/llguidance), which no other module imports.
 
-The gateway turns a schema, or a list of calls with a schema for each, into the text of a grammar.
-It also checks that the grammar is supported, with a vocabulary of single bytes. Each rank then
-follows the grammar token by token. All limits are counts. Texts of one grammar share automata,
-which are slow to make and have a common limit. Automata that reach the limit are replaced by new
-ones, so that only the text that causes it can fail, and never its neighbours. Independent of
-requests, slots, threads and tensors.
+The gateway turns a schema, or a list of tool calls with a schema each, into the text of a grammar.
+It checks that the grammar is supported, with a vocabulary of single bytes. Ranks then follow the
+grammar token by token. All limits are counts, not times. Texts of one grammar share automata, which
+are slow to make and have a common limit. If automata reach the limit, new ones replace them, so
+that only a text that reaches it alone can fail. Independent of requests, slots, threads and
+tensors.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from hadal.core.plans import Grammar
 from hadal.tokens.table import TokenTable
 
 if TYPE_CHECKING:
-    import numpy as np  # Not imported at run time: the gateway checks grammars in a process with limited memory.
+    import numpy as np  # Not at run time: the gateway checks grammars in a process with limited memory.
 
 _LIMITS: dict[str, Any] = {
-    # The library's defaults, about 20 ms of a core for each of the first three; less memory.
+    # The first three take up to 20 ms of a core each. The states limit memory.
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_items_in_row": 50_000,  # An object with a few hundred optional properties has thousands.
+    "max_items_in_row": 50_000,  # An object with hundreds of optional properties has thousands.
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,  # Verbose errors would quote the schema and the text.
 }
 _KEPT = 16
-"""Grammars with automata kept for later requests with the same grammar: a few hundred KiB each, and
-tens of MiB at their limit.
+"""Number of last used grammars with automata in memory: a few hundred KiB each, tens of MiB at
+their limit.
 """
 _SILENT = 0
 _NUM_WALKED = 16
@@ -53,9 +53,9 @@ _OPTIONS = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 """Options of JSON grammars: no part of a schema is ignored or approximated. White space is at most
-two line breaks and an indentation of five levels, because a model that was not taught JSON draws
-blanks until no tokens are left for its answer. Letters are not written as \\u escapes: an escaped
-property name would be taken for another one, and its value would not be checked.
+two line breaks and 20 blanks, because a model that was not trained on JSON draws blanks until it
+has no tokens left. \\u escapes are not allowed: an escaped property name would count as another
+property, and its value would not be checked.
 """
 ANY_JSON_OBJECT: dict[str, Any] = {"type": "object"}
 _END_OF_BYTES = 256
@@ -63,12 +63,14 @@ MARK_IDS = range(257, 265)
 """Token ids that stand for marks (special tokens) when a grammar is checked."""
 _NOT_KNOWN = "Unimplemented keys: "
 _QUOTED = re.compile(r"\n<non-verbose/>|\n +\d+ \|.*", re.DOTALL)
-"""End of an error message: the lines of the grammar around the error."""
+"""End of a library error message, which quotes lines of the grammar."""
 
 
 @dataclass(frozen=True)
 class CallRule:
-    """Format of a call of one tool: texts, patterns and marks (by their ids) around its arguments."""
+    """Format of a call of one tool: texts, patterns and ids of marks (special tokens) around
+    arguments.
+    """
 
     before: tuple[str | re.Pattern[str] | int, ...]
     arguments: dict[str, Any]
@@ -86,12 +88,12 @@ class CallList:
     """Optional text between two calls; "": none."""
     calls: tuple[CallRule, ...]
     is_single: bool
-    """True: only one call is allowed."""
+    """True if only one call is allowed."""
 
 
 def grammar_text(schema: dict[str, Any] | None, *, follows_reasoning: bool) -> str:
-    """Return a grammar of the JSON texts that the schema allows; None: of all JSON objects. After
-    reasoning the text may begin with a few line breaks, as models are trained to write them.
+    """Return a grammar of the JSON texts that the schema allows (None: all JSON objects). After
+    reasoning the text may begin with up to four line breaks or spaces.
     """
     rules = [_content_rule(ANY_JSON_OBJECT if schema is None else schema)]
     return _text("content", rules, follows_reasoning)
@@ -104,9 +106,9 @@ def calls_text(
     follows_reasoning: bool = False,
     is_opened: bool = False,
 ) -> str:
-    """Return a grammar of these calls, or else of JSON texts that the schema `content` allows.
-    `is_opened`: the grammar begins with the list's mark, or with a call if the mark is left out,
-    anywhere in a reply.
+    """Return a grammar of these calls or, with `content`, of JSON texts that this schema allows.
+    `is_opened`: the list's opening mark may be missing, because the text was opened by a mark
+    anywhere in the reply.
     """
     start, rules = "calls", _call_rules(calls, is_opened)
     if content is not None:
@@ -117,8 +119,8 @@ def calls_text(
 def _text(start: str, rules: Sequence[str], follows_reasoning: bool) -> str:
     if follows_reasoning:
         start, rules = f"BREAKS ({start})", ["BREAKS: /[\\n ]{0,4}/", *rules]
-    # Without "no_forcing" only the encoder's own tokens of a forced text would be allowed, and a
-    # model that splits the same text otherwise would be led astray.
+    # Without "no_forcing", where only one text may follow, only the encoder's own split of it into
+    # tokens would be allowed, which may not be the model's.
     return "\n".join(('%llguidance {"no_forcing": true}', f"start: {start}", *rules))
 
 
@@ -155,7 +157,7 @@ def _json_of(schema: dict[str, Any]) -> str:
 
 def complaint(text: str, prefix: str = "") -> str | None:
     """Return why this grammar is not supported, or None if it is. Its marks are MARK_IDS, and its
-    text begins with `prefix`. Takes as long as the limits allow, and longer for malicious schemas.
+    texts must be able to begin with `prefix`. Malicious schemas may take longer than the limits.
     """
     limits = LLParserLimits(**_LIMITS)
     is_error, said = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
@@ -201,7 +203,7 @@ def _in_our_words(said: str) -> str:
 
 
 class _AsWrapped:
-    """Interface that llguidance needs of a tokenizer. It need not encode, because no text is forced."""
+    """Tokenizer for llguidance. It encodes by bytes, which suffices because no text is forced."""
 
     bos_token_id = None
 
@@ -222,7 +224,7 @@ def _byte_tokenizer() -> LLTokenizer:
 
 
 class Place(Enum):
-    """Position of a text within its reply."""
+    """Place of the next token within its reply."""
 
     START = auto()
     """Before the first token, which begins the reasoning or the text."""
@@ -234,21 +236,21 @@ class Place(Enum):
 
 
 _REASONED = (Place.START, Place.REASONING)
-"""Places before or within the reasoning."""
+"""Places before and within the reasoning."""
 
 
 class Follower:
     """State of one text in its grammar."""
 
     def __init__(self, grammar: Grammar, tokens: Sequence[int]) -> None:
-        """Start after `tokens`. Costs nothing until the first mask is needed."""
+        """Start after `tokens`, which the first mask reads."""
         self.error: str | None = None
-        """Reason for which the text cannot be followed any further; no token is allowed then."""
+        """Reason why the grammar cannot follow the text; then no token is allowed. None: it can."""
         self._grammar = grammar
         self._matcher: LLMatcher | None = None
         """Matcher of the current constrained stretch; None outside of one."""
         self._stretch: list[int] = []
-        """Tokens of the current stretch that the matcher has consumed."""
+        """Tokens of the current constrained stretch that the matcher has consumed."""
         self._unread = list(tokens)
         self._num_reasoned = 0
         """Number of reasoning tokens so far."""
@@ -284,7 +286,7 @@ class Follower:
         return Place.FREE if token == grammar.closes else at
 
     def _read(self, make: Callable[[Grammar], LLMatcher]) -> None:
-        """Process the tokens drawn since the last call."""
+        """Process the tokens drawn since the last call. `make`: returns a grammar's new matcher."""
         if not self._unread and self._matcher is not None:
             return
         tokens, self._unread = self._unread, []
@@ -311,12 +313,12 @@ class Follower:
                 self._stretch += held
 
     def _ends_reasoning(self, before: Place, token: int) -> bool:
-        """Return True if a token that led to the text is the mark that ends the reasoning."""
+        """Return True if this token, which led into the constrained text, ended the reasoning."""
         return before is Place.REASONING and token not in self._grammar.opens
 
     def _reasoning(self, drafts: Sequence[int]) -> tuple[slice, slice]:
-        """Return (rows within the reasoning, rows of them in which the reasoning must end). Row 0
-        is the next token; each draft adds one row.
+        """Return (rows within the reasoning, rows of these in which it must end). Row 0 draws the
+        next token; each draft adds one row.
         """
         none = slice(0)
         if self._at not in _REASONED:
@@ -333,9 +335,8 @@ class Follower:
     def _write_reasoning(
         self, drafts: Sequence[int], bits_RW: np.ndarray, has_mask_R: np.ndarray
     ) -> None:
-        """Write the masks of rows within the reasoning. If a constrained text must follow, tokens
-        that end the reply are not allowed. After the budget only the mark that ends the reasoning
-        is allowed.
+        """Write the masks of rows within the reasoning: if a constrained text must follow, without
+        tokens that end the reply; after the budget, with only the mark that ends the reasoning.
         """
         rows, over = self._reasoning(drafts)
         grammar = self._grammar
@@ -354,14 +355,14 @@ class Follower:
         return self._matcher is not None and self._matcher.is_error()
 
     def _fail(self, matcher: LLMatcher) -> None:
-        """Record an error: even new automata of its own cannot follow the text."""
+        """Record the error of a text that even new automata of its own cannot follow."""
         self.error = self.error or _in_our_words(matcher.get_error())
 
     def _stretches(
         self, drafts: Sequence[int], make: Callable[[Grammar], LLMatcher]
     ) -> Iterator[_HeldRows]:
-        """Yield each constrained stretch. Row i follows `drafts[:i]`. Tokens drawn after an end
-        token are discarded later.
+        """Yield the rows of each constrained stretch; row i follows `drafts[:i]`. Rows after an end
+        token do not matter: their tokens are discarded.
         """
         if not drafts:
             if self._is_text(self._at):
@@ -388,34 +389,33 @@ class Follower:
 
 
 class _HeldRows(NamedTuple):
-    """Rows of a text that are constrained by its grammar."""
+    """Rows of one constrained stretch of a text."""
 
     matcher: LLMatcher
     """Matcher in the state of row `row`; each draft advances it by one row."""
     row: int
     drafts: list[int]
     first: int
-    """First constrained row."""
+    """First row of the stretch."""
 
 
 class TextRows(NamedTuple):
-    """Consecutive rows from which a text draws, as long as the drawn tokens equal the drafts."""
+    """Consecutive rows from which a text draws as long as the drawn tokens equal the drafts."""
 
     follower: Follower
     first: int
-    """Index of the first row; the others follow it."""
+    """Index of the text's first row."""
     drafts: Sequence[int]
     """Drafts (speculative tokens): the inputs of the second row, the third, and so on."""
 
 
 def _write(matcher: LLMatcher, drafts: Sequence[int], at: int, num_bytes: int) -> None:
-    """Write the masks of a stretch's rows, each of `num_bytes`, consecutively from the address `at`
-    on. The matcher's state is unchanged afterwards.
+    """Write the masks of a stretch's rows, of `num_bytes` each, from the address `at` on. Restores
+    the matcher's state.
     """
     matcher.unsafe_compute_mask_ptr(at, num_bytes)
     num = 0
-    # A draft that is not allowed is never drawn, so the rows after it may stay without allowed
-    # tokens.
+    # A draft that is not allowed is never drawn, so the rows after it need no allowed tokens.
     while num < len(drafts) and matcher.try_consume_tokens([drafts[num]]):
         num += 1
         matcher.unsafe_compute_mask_ptr(at + num * num_bytes, num_bytes)
@@ -424,16 +424,16 @@ def _write(matcher: LLMatcher, drafts: Sequence[int], at: int, num_bytes: int) -
 
 
 class Grammars:
-    """Grammars over the tokens of one model. For one thread at a time."""
+    """Grammars over the tokens of one model. Not thread-safe."""
 
     def __init__(self, read: Callable[[], TokenTable], vocab_size: int) -> None:
-        """Set up without reading tokens: `read` returns them when the first grammar is used.
-        `vocab_size`: the model's number of tokens.
+        """`read` returns the tokens; it is called when the first grammar is used. `vocab_size`: the
+        model's number of tokens.
         """
         self._read = read
         self._vocab_size = vocab_size
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
-        """Tokens that end a text -> tokenizer; a model has only one such list."""
+        """Tokens that end a text -> tokenizer; mostly a single entry."""
         self._matchers: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     @property
@@ -444,11 +444,11 @@ class Grammars:
     def allow(
         self, all_rows: Sequence[TextRows], bits_RW: np.ndarray, has_mask_R: np.ndarray
     ) -> None:
-        """Write the tokens allowed in each row into `bits_RW` (uint32, zero before), and the
-        constrained rows into `has_mask_R` (bool). The states of the texts do not change.
+        """Write the tokens allowed in each row into `bits_RW` (uint32, zero before), and mark the
+        constrained rows in `has_mask_R` (bool). Drafts do not change the state of a text.
         """
-        # One text at a time: the library's calls for many texts wake a thread of its own, which
-        # takes several times as long as the masks.
+        # One text at a time: the library's calls for many texts wake its own threads, which takes
+        # several times as long as the masks.
         assert bits_RW.shape[1:] == (self.num_words,)
         assert bits_RW.dtype.itemsize == 4
         assert bits_RW.flags.c_contiguous
@@ -492,8 +492,8 @@ class Grammars:
         bits_RW: np.ndarray,
         renewed: set[Grammar],
     ) -> None:
-        """Write the masks of rows for which the automata reached a limit, with new automata if
-        needed: neither drafts nor other texts may make a text fail.
+        """Write the masks of a stretch in which the automata reached a limit, with new automata if
+        needed, so that neither drafts nor other texts make a text fail.
         """
         matcher, row, drafts, begin = stretch
         bits_RW[first + begin : first + row + len(drafts) + 1] = 0
@@ -520,15 +520,14 @@ class Grammars:
             self._renew(follower, renewed)
 
     def _renew(self, follower: Follower, renewed: set[Grammar]) -> None:
-        """Give a text new automata; it fails if these reach a limit too."""
+        """Give a text new automata; if these reach a limit too, record the error."""
         follower._matcher = self._anew(follower._grammar, follower._stretch, renewed)
         if follower._matcher.is_error():
             follower._fail(follower._matcher)
 
     def _anew(self, grammar: Grammar, tokens: list[int], renewed: set[Grammar]) -> LLMatcher:
-        """Return a matcher after these tokens of a stretch, with automata that are new or were
-        already renewed for another text. `renewed`: grammars with automata renewed in this call of
-        `allow`.
+        """Return a matcher after these tokens of a stretch, with new automata. `renewed`: grammars
+        with automata renewed in this call of `allow`, which are used again if they have not failed.
         """
         if grammar in renewed and not (matcher := self._at(grammar, tokens)).is_error():
             return matcher
@@ -543,9 +542,7 @@ class Grammars:
         return matcher
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a matcher at the beginning of the grammar, which shares its automata with the
-        grammar's others.
-        """
+        """Return a matcher at the beginning of the grammar; a grammar's matchers share automata."""
         matcher = self._matchers.pop(grammar, None)
         if matcher is None:
             limits = LLParserLimits(**_LIMITS)

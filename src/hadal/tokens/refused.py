@@ -1,9 +1,7 @@
-"""Refusals of tokenizer files for which Hadal would produce other ids than transformers. Each names
-the file and the field.
+"""Checks that refuse tokenizer files for which Hadal would produce other ids than transformers.
 
-Everything that transformers 5 reads is implemented (tokens/added, gateway/text/vocabulary), or
-refused here, or does not change the ids of a single text: lengths, sides and padding, names of
-inputs, decoding.
+Every field that transformers 5 reads is implemented (tokens/added, gateway/text/vocabulary),
+refused here, or does not change the ids of a single text (lengths, padding, input names, decoding).
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ OWN_PIPELINES = frozenset({
 })
 # fmt: on
 """Classes `<name>Tokenizer` of transformers 5.23 that build their own tokenizer and ignore
-tokenizer.json. LlamaTokenizer does so too, but for a byte-level tokenizer.json transformers uses
-that file, and others are not supported.
+tokenizer.json. LlamaTokenizer is missing here, because transformers uses a byte-level
+tokenizer.json for it, and other kinds are not supported.
 """
 _BY_MODEL_TYPE = frozenset({"glm4_moe_lite"})
 """Model types for which transformers 5.23 uses tokenizer.json for any `tokenizer_class`
@@ -45,8 +43,8 @@ _BY_MODEL_TYPE = frozenset({"glm4_moe_lite"})
 
 
 def check_files(folder: Path, fields: Mapping[str, Any], source: str) -> None:
-    """Raise CheckpointError for a folder with a tokenizer that cannot be reproduced. `fields`:
-    content of its tokenizer.json; `source` names that file.
+    """Raise CheckpointError, which names file and field, for a tokenizer that cannot be reproduced.
+    `fields`: content of tokenizer.json; `source`: name of that file.
     """
     config = read_config(folder)
     path = folder / CONFIG
@@ -83,7 +81,7 @@ def check_files(folder: Path, fields: Mapping[str, Any], source: str) -> None:
 def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
     auto_map = config.get("auto_map")
     if isinstance(auto_map, list) or (isinstance(auto_map, dict) and auto_map.get("AutoTokenizer")):
-        return  # Code that comes with the model decides; tokenizer.json is its makers' version of it.
+        return  # The model's own code decides; its tokenizer.json should agree with it.
     model = read_config(folder, "config.json")
     kind, source = config.get("tokenizer_class"), folder / CONFIG
     if not kind:
@@ -100,7 +98,7 @@ def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _parts(part: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield a part of the pipeline and, if it is a sequence, its parts, which it lists under `name`."""
+    """Yield a part of the pipeline and, of a sequence, also the parts that it lists under `name`."""
     queue = [part]
     while queue:
         each = queue.pop()

@@ -1,8 +1,8 @@
-"""Added tokens in a text, found as the tokenizers library finds them.
+"""Split of a text at added tokens, as the tokenizers library does it.
 
-The leftmost match counts, and among matches there, the longest. A match that its flags exclude is
-skipped as a whole. Source: tokenizers 0.23, `AddedVocabulary::find_matches`. Does not depend on
-files or on the meaning of ids.
+The leftmost and there the longest match counts. A match that its token's flags exclude is skipped
+as a whole. Source: tokenizers 0.23, `AddedVocabulary::find_matches`. Independent of files and of
+the meaning of ids.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ _WORD_SIGNS = (
     range(0x1F170, 0x1F18A),
     range(0x200C, 0x200E),
 )
-"""Signs that are alphabetic by Unicode, and joiners. Together with letters, marks and digits they
-are `\\w` of Rust's regex.
-"""
+"""Other signs that are alphabetic by Unicode, and joiners: parts of `\\w` of Rust's regex."""
 
 
 class Splitter:
-    """Cutter of texts at some added tokens."""
+    """Splitter of texts at a fixed set of added tokens."""
 
     def __init__(self, pattern_to_token: Mapping[str, tuple[int, AddedToken]]) -> None:
         """`pattern_to_token`: text to find -> id and token."""
@@ -42,8 +40,8 @@ class Splitter:
         self._any = re.compile(any_of(self._tokens)) if self._tokens else None
 
     def split(self, text: str, shield: str = "") -> list[str | int]:
-        """Return the pieces of text between tokens, and the tokens' ids. A token of one character
-        stays text if `shield` follows it.
+        """Return text pieces and token ids, in order. A token of one character stays text if
+        `shield` follows it.
         """
         if self._any is None or not text:
             return [text]
@@ -61,15 +59,15 @@ class Splitter:
                     start -= 1
                 start = max(start, at)
             if token.rstrip:
-                stop = max(stop, space_end)  # Runs of spaces are scanned only once.
+                stop = max(stop, space_end)  # Scan a run of spaces only once.
                 while stop < len(text) and text[stop] in _SPACE:
                     stop += 1
                 space_end = stop
             if at < start:
                 pieces.append(text[at:start])
             if start < stop:
-                # A token within the white space that the previous one absorbed counts too, as in
-                # the library. With `lstrip` it leaves no text.
+                # As in the library, a token in the white space that the previous one included
+                # counts.
                 pieces.append(each)
             at = stop
         if at != len(text):
@@ -78,8 +76,8 @@ class Splitter:
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of these texts. It is a tree of common
-    prefixes, so that the time per character of a text does not grow with the number of texts.
+    """Return a regular expression that matches the longest of these texts. It is a prefix tree, so
+    that the time per character does not grow with the number of texts.
     """
     root: dict[str, Any] = {}
     for text in texts:
@@ -91,7 +89,7 @@ def any_of(texts: Iterable[str]) -> str:
 
 
 def _expression(root: dict[str, Any]) -> str:
-    """Write the tree from its leaves up; texts may be longer than Python's stack is deep."""
+    """Write the tree from its leaves up, without recursion: texts may be long."""
     order, queue = [], [root]
     while queue:
         node = queue.pop()
@@ -110,7 +108,7 @@ def _expression(root: dict[str, Any]) -> str:
 
 
 def _is_word(text: str, at: int) -> bool:
-    """Return whether a character of the text belongs to a word; False outside of the text."""
+    """Return True if the character at this index exists and belongs to a word."""
     if not 0 <= at < len(text):
         return False
     category = unicodedata.category(text[at])

@@ -1,6 +1,6 @@
 """A model's tokens from its files: the bytes of each id, and the ids of control tokens.
 
-Reads files, but does not depend on encoding or chats: gateway/text/vocabulary encodes.
+Independent of encoding and chats; gateway/text/vocabulary encodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK = re.compile(r"<.+>|\[.+\]")
 """Pattern of control tokens that are not flagged as special: "<think>", "<｜User｜>", "[INST]"."""
 
 MAX_ID = (1 << 22) - 1
-"""Highest id of a token. DeepSeek-V3 has 129,280 tokens."""
+"""Highest accepted token id. DeepSeek-V3 has 129,280 tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class TokenTable:
     "<think>", have text.
     """
     marks: frozenset[str]
-    """Texts of the tokens that control a chat. Other added tokens, such as a run of spaces, are
-    ordinary text.
+    """Texts of tokens that control a chat: special ones, and ones shaped like "<think>". Other
+    added tokens, such as a run of spaces, are ordinary text.
     """
     mark_ids: frozenset[int]
 
 
 def token_table(fields: dict[str, Any], source: str) -> TokenTable:
-    """Return the tokens of a tokenizer.json with the content `fields`; `source` names it in errors.
-    Raises CheckpointError.
+    """Return the tokens of a tokenizer.json with the content `fields`; `source`: its name for
+    errors. Raises CheckpointError.
     """
     _check_fields(fields, source)
     added = fields.get("added_tokens") or []
@@ -68,9 +68,9 @@ def token_table(fields: dict[str, Any], source: str) -> TokenTable:
 
 
 def read_fields(folder: Path, *, with_merges: bool = True) -> tuple[dict[str, Any], str]:
-    """Read `folder/tokenizer.json`, or `tiktoken.model` if there is none, and return its fields and
-    its file name. Its added tokens are merged from all files of the folder. Without merges the
-    fields have all tokens but cannot encode. Raises CheckpointError.
+    """Return (fields, path) of `folder/tokenizer.json`, or of `tiktoken.model` converted to it. The
+    added tokens are merged from all files of the folder. Fields without merges have all tokens but
+    cannot encode. Raises CheckpointError.
     """
     path, other = folder / "tokenizer.json", folder / tiktoken.FILE
     if other.exists() and not path.exists():
@@ -87,14 +87,14 @@ def read_token_table(folder: Path) -> TokenTable:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read one of the tokenizer's files. Raises CheckpointError."""
+    """Return the content of a tokenizer file. Raises CheckpointError, also if it is absent."""
     return documents.read_json(
         path, "tokenizer", error=CheckpointError, hint="The model's folder is incomplete."
     )
 
 
 def _check_fields(fields: dict[str, Any], source: str) -> None:
-    """Raise CheckpointError for a tokenizer of another kind, or for invalid fields."""
+    """Raise CheckpointError for invalid fields or a tokenizer that is not byte-level BPE."""
     decoder = fields.get("decoder")
     parts = (
         decoder.get("decoders")
@@ -116,8 +116,8 @@ def _check_fields(fields: dict[str, Any], source: str) -> None:
         )
     assert isinstance(model, dict)
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-        # A byte-level token is exactly its bytes. The tokenizers library aborts if it must cut a
-        # prefix that is missing.
+        # Byte-level tokens have no affixes. The tokenizers library aborts if a prefix to cut is
+        # missing.
         if model.get(name):
             raise CheckpointError(
                 f"{source}: model.{name} is {shown(model[name])}; only byte-level tokenizers without"
@@ -142,7 +142,7 @@ def _is_id(value: object) -> bool:
 
 
 def _byte_table(vocab: dict[str, int], added: list[dict[str, Any]]) -> list[bytes]:
-    """Return the bytes of each token by id. Unused ids, such as padding of the vocabulary, have no bytes."""
+    """Return the bytes of each token by id; unused ids have none."""
     char_to_byte = byte_of_char()
     size = 1 + max([*vocab.values(), *(token["id"] for token in added)])
     table = [b""] * size

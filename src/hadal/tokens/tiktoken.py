@@ -1,16 +1,13 @@
-"""Conversion of a `tiktoken.model`, the vocabulary format of Kimi-K2 and Moonlight, to a
-tokenizer.json.
+"""Conversion of a `tiktoken.model`, the vocabulary of Kimi-K2 and Moonlight, to tokenizer.json.
 
-A line of the file is a token's bytes in base64 and its rank, which is its id. Among all neighbours
-in a word with joint bytes that are a token, tiktoken joins those of the lowest rank. So the same
-tokens result from one merge for every split of a token into two others, in the order of ranks.
-(Only one of these splits can ever occur: when two neighbours are joined to a token, all joins of
-lower rank within its bytes have been made.) A word that is a token is taken whole, as with
-`ignore_merges`.
+A line of the file is a token's bytes in base64 and its rank, which is its id. Tiktoken repeatedly
+joins the two neighbours in a word that together are the token of lowest rank. BPE gives the same
+tokens if its merges are all splits of each token into two others, in the order of ranks. (Only one
+split of a token can ever occur: when two neighbours are joined to a token, all joins of lower rank
+within its bytes have been made.) A word that is a token stays whole, as with `ignore_merges`.
 
-The file has neither the pattern that cuts a text into words nor the control tokens of chats. The
-pattern is in the code that comes with the model, and is repeated here; the control tokens are in
-tokenizer_config.json.
+The pattern that cuts a text into words is not in the file but in the model's own code, and is
+repeated here. The control tokens of chats are in tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ from hadal.tokens.added import IGNORED
 
 FILE = "tiktoken.model"
 _PATTERNS = {
-    # tokenization_kimi.py (Kimi-K2) and tokenization_moonshot.py (Moonlight) have the same pattern:
-    # runs of Han characters, words without them, numbers of up to three digits, signs, space.
+    # Pattern of both tokenization_kimi.py (Kimi-K2) and tokenization_moonshot.py (Moonlight): runs
+    # of Han characters, words without them, numbers of up to three digits, signs, white space.
     "TikTokenTokenizer": "|".join(
         (
             r"[\p{Han}]+",
@@ -48,8 +45,8 @@ _MAX_ID_DIGITS = 9
 
 
 def byte_of_char() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE (GPT-2): printable bytes map to themselves, the others
-    to U+0100 and on.
+    """Return character -> byte of byte-level BPE (GPT-2): printable bytes have their own character,
+    the others those from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -59,8 +56,8 @@ def byte_of_char() -> dict[str, int]:
 
 
 def tokenizer_fields(folder: Path, *, with_merges: bool = True) -> dict[str, Any]:
-    """Return the content of a tokenizer.json with the same tokens. Raises CheckpointError that
-    names the file. Takes about 1.5 s for Kimi's 163,584 tokens, mostly for the merges.
+    """Return the content of a tokenizer.json with the same tokens. Takes about 1.5 s for Kimi's
+    163,584 tokens, mostly for the merges. Raises CheckpointError, which names the file.
     """
     config_path = folder / "tokenizer_config.json"
     config = read_json(
@@ -120,7 +117,7 @@ def tokenizer_fields(folder: Path, *, with_merges: bool = True) -> dict[str, Any
 
 
 def _read_tokens(path: Path) -> list[bytes]:
-    """Return the bytes of every token; the index is the rank."""
+    """Return the bytes of every token by rank. Raises CheckpointError."""
     text = read_text(path, "vocabulary", error=CheckpointError)
     tokens: list[bytes] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -148,7 +145,7 @@ def _read_tokens(path: Path) -> list[bytes]:
 
 
 def _merges(vocab: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield every split of a token into two other tokens; `vocab` is in the order of ranks."""
+    """Yield every split of a token into two other tokens. `vocab` must be in the order of ranks."""
     for token in vocab:
         for at in range(1, len(token)):
             left, right = token[:at], token[at:]
@@ -157,7 +154,7 @@ def _merges(vocab: dict[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def _added_tokens(config: dict[str, Any], path: Path, num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Yield the control tokens of chats, with ids after the vocabulary's. Ids without a name stay unused."""
+    """Yield the control tokens of chats, with ids after the vocabulary's; other ids stay unused."""
     added = config.get("added_tokens_decoder") or {}
     if not isinstance(added, dict):
         raise CheckpointError(
@@ -165,7 +162,7 @@ def _added_tokens(config: dict[str, Any], path: Path, num_tokens: int) -> Iterat
         )
     for key, token in added.items():
         content = token.get("content") if isinstance(token, dict) else None
-        # Checked as text: Python refuses to convert a number of five thousand digits.
+        # Check the digits first: Python refuses to convert a number of five thousand digits.
         is_id = key.isascii() and key.isdecimal() and len(key) < _MAX_ID_DIGITS
         if not isinstance(content, str) or not content or not is_id or int(key) < num_tokens:
             raise CheckpointError(

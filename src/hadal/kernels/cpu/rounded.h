@@ -16,8 +16,7 @@ namespace hadal {
 #if defined(HADAL_BF16)
 
 // E4M3 codes become BF16s by a shift: sign, exponent and mantissa are unchanged, smaller by 2^8 (kFp8Lift corrects
-// this). Subnormal codes (and zero) have no leading one and are looked up. They are rare: scales make the largest code
-// 448.
+// this). Subnormal codes (and zero) have no leading one and are looked up. They are rare: the largest code is 448.
 alignas(64) inline constexpr uint16_t kSubnormals[32] = {0, 0x3700, 0x3780, 0x37C0, 0x3800, 0x3820, 0x3840, 0x3860};
 
 HADAL_INLINE __m512i bf16_of_fp8(__m256i codes, __mmask32 is_subnormal) {
