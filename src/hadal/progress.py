@@ -72,9 +72,7 @@ class Bar:
             self._teller.join()
 
     def update(self, what: str = "", *, done: float | None = None, advance: float = 0.0) -> None:
-        """Show the activity `what` ("": unchanged) and set progress to `done` (None: same) +
-        `advance`.
-        """
+        """Show the activity `what` ("": unchanged), and set the progress to `done`, plus `advance`."""
         self._what = what or self._what
         self._done = (self._done if done is None else done) + advance
         self._bar.update(self._task, description=self._what or self._name, completed=self._done)

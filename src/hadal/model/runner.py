@@ -74,9 +74,9 @@ class ModelRunner:
         self._is_stepping = False
 
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
-        """Run a step or a FormPlan. If the answer has an error, the leader fails all requests of
-        the step, otherwise only those in `failed`. Raises AcceleratorError if the device's context
-        is lost.
+        """Run a step or a FormPlan. After an error the leader returns all requests of the step to
+        the router, otherwise only those in `failed`. Raises AcceleratorError if the device's
+        context is lost.
         """
         if isinstance(plan, FormPlan):
             return self._form(plan)

@@ -42,9 +42,7 @@ def paged_core_attention(
     entry_BD: Tensor,
     index_queries: IndexQueries | None,
 ) -> Tensor:
-    """Write the rows' entries into the cache; return o [B, H, W] over visible or selected
-    positions.
-    """
+    """Write the rows' entries into the cache; return o [B, H, W] over visible (or selected) ones."""
     write_entries(seen, entry_BD)
     selected_BK = None
     if index_queries is not None:

@@ -26,7 +26,7 @@ def e4m3_to_f32(codes: Tensor) -> Tensor:
 @functools.cache
 def e4m3_values(device: torch.device) -> Tensor:
     """Return the value of each code, FP32 [256], on this device; one tensor shared by all callers.
-    A code's bits, shifted, are an FP16 number 2^8 times smaller.
+    Shifted left by 7, a code's bits are an FP16 number that is 2^8 times smaller than its value.
     """
     bits = torch.arange(256, dtype=torch.int16, device=device)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).view(torch.float16).float() * 256.0

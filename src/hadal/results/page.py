@@ -22,8 +22,8 @@ from hadal.results.values import (
 
 @dataclass(frozen=True)
 class Table:
-    """Table with names in the first column and right-aligned figures in the others. Each heading in
-    `groups` spans three of the last columns.
+    """Table with names in the first column and right-aligned figures in the others. Headings in
+    `groups` span three columns each, up to the last column.
     """
 
     heads: Sequence[str]

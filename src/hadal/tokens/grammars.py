@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import numpy as np  # Not at run time: the gateway checks grammars in a process with limited memory.
 
 _LIMITS: dict[str, Any] = {
-    # The first three take up to 20 ms of a core each. The states limit memory.
+    # The library's defaults, but for less memory; about 20 ms of a core for each of the first
+    # three.
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
@@ -68,7 +69,7 @@ _QUOTED = re.compile(r"\n<non-verbose/>|\n +\d+ \|.*", re.DOTALL)
 
 @dataclass(frozen=True)
 class CallRule:
-    """Format of a call of one tool: texts, patterns and ids of marks (special tokens) around
+    """Format of one tool's call: texts, patterns and ids of marks (special tokens) around
     arguments.
     """
 
@@ -107,8 +108,8 @@ def calls_text(
     is_opened: bool = False,
 ) -> str:
     """Return a grammar of these calls or, with `content`, of JSON texts that this schema allows.
-    `is_opened`: the list's opening mark may be missing, because the text was opened by a mark
-    anywhere in the reply.
+    `is_opened`: the list's opening mark may be missing, because a mark anywhere in the reply may
+    open the calls.
     """
     start, rules = "calls", _call_rules(calls, is_opened)
     if content is not None:

@@ -98,7 +98,7 @@ def _check_class(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _parts(part: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield a part of the pipeline and, of a sequence, also the parts that it lists under `name`."""
+    """Yield a part of the pipeline and, if it is a sequence, the parts listed under `name`."""
     queue = [part]
     while queue:
         each = queue.pop()

@@ -62,7 +62,7 @@ _POLICY = (
 
 class Guard:
     """Outermost ASGI layer: applies the gateway edge's rules on hosts and origins, to WebSockets
-    too, and sends the browser the policy above.
+    too, and sends `_POLICY` to the browser.
     """
 
     def __init__(self, app: ASGIApp, edge: Edge) -> None:

@@ -114,7 +114,7 @@ class TopBar:
 
 
 class Door:
-    """Form for an API key, shown until the server accepts a key or if it needs none."""
+    """Form for an API key, shown until the server accepts one; not shown if it needs none."""
 
     def __init__(self, page: str, what: str, try_key: Callable[[str], Awaitable[None]]) -> None:
         """`page`: "chat" or "console"; `what`: text on the key's purpose; `try_key` raises AskError
