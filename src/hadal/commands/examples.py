@@ -13,7 +13,9 @@ COLUMNS = 78
 
 
 def examples(*command_and_effect: tuple[str, str], after: str = "") -> str:
-    """Return the epilog of a command's help. `after`: a last paragraph."""
+    """Return the epilog of a command's help. The caller must break commands longer than a line,
+    with a backslash at each line's end. `after`: a last paragraph.
+    """
     blocks = ["[bold]Examples[/bold]"]
     for command, effect in command_and_effect:
         what = textwrap.wrap(effect, COLUMNS - 2)

@@ -36,7 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Implementation of core.seams.Runner over a model and its cache."""
+    """Implementation of core.seams.Runner over a model and its cache. Any thread may call `abort`
+    and read `num_ops`, `is_computing` and `lost`.
+    """
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class ModelRunner:
 
     @property
     def num_ops(self) -> int:
-        """Number of ops begun since the process started. Readable from any thread."""
+        """Number of ops begun since the process started."""
         return self._progress.num_ops
 
     @property

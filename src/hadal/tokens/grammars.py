@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     import numpy as np  # Not at run time: the gateway checks grammars in a process with limited memory.
 
 _LIMITS: dict[str, Any] = {
-    # The library's defaults, but for less memory; about 20 ms of a core for each of the first
-    # three.
+    # Library defaults with less memory; about 20 ms of a core for each of the first three.
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
