@@ -1,4 +1,4 @@
-"""Options and output of `hadal model`; commands/model_rows reads the folder."""
+"""`hadal model`: a model folder's contents, memory needs, and deployments that can serve it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options and output of `hadal replay`."""
+"""`hadal replay`: repeat the decisions of a recorded live run, and compare each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options and output of `hadal step`. Imports the step model only when called."""
+"""`hadal step`: price of one step of a unit, by stage. Imports the step model only when called."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Load for a server with OpenAI's API. A level is a request rate, a concurrency or a trace's speed.
 Open load sends requests at given times (Poisson, or a trace's), even if earlier ones have not
 finished. Latency counts from a request's due time, so that a late client hides no delay. Closed
-load keeps a fixed number of requests open, each followed by the next. Does not depend on the API or
-the making of prompts.
+load keeps a fixed number of requests open: when one ends, the next starts. Does not depend on the
+API or the making of prompts.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _served(levels: Sequence[Row]) -> Figure | None:
 
 
 def _curves(levels: Sequence[Row], key: str, label: str) -> Figure | None:
-    """Return a chart with the level's cumulative distribution as one line each."""
+    """Return a chart with one line per level, its cumulative distribution; None without values."""
     data = []
     for index, level in enumerate(levels):
         values = numbers(level, key)

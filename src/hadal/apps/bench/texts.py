@@ -19,7 +19,7 @@ first then do any like my now over such our man me even most made after also wel
 before back see through way where get much go good down day long little great people year work
 life hand part old house place small found still between name should home big give air line set
 own under read last never us left end along while might next sound below saw both few
-""".split()  # noqa: SIM905 # A list would take a line per word.
+""".split()  # noqa: SIM905  # A list would take a line per word.
 TOKENS_PER_WORD = 1.3
 """Typical tokens per English word, used if the server does not report prompt tokens."""
 

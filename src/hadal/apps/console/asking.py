@@ -1,4 +1,4 @@
-"""HTTP client of the pages for the gateway: streamed answers, and pages of values."""
+"""HTTP client of the pages for the gateway: streamed answers, and pages such as /status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Console panel of experts."""
+"""Console panel of experts: placement of a unit's replicas, their loads, and recent moves."""
 
 from __future__ import annotations
 

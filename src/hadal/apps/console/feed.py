@@ -179,8 +179,8 @@ class LiveSource:
 
 
 def reports(store: Store, now_us: int) -> dict[str, Any]:
-    """Return reports of the last 24 hours, by grouping, without quantiles. Costs per tenant need
-    every request, so they are missing if there are more than MOST_SPANS.
+    """Return reports of the last 24 hours, by grouping, without quantiles, which need every
+    request. Costs per tenant need that, too, and are missing if there are over MOST_SPANS requests.
     """
     from_us, to_us = now_us - _MONEY_S * 1_000_000, now_us + 1
     window = store.read(from_us, to_us, has_details=False)

@@ -1,4 +1,4 @@
-"""Console panel of the fleet."""
+"""Console panel of the fleet: demand with forecast, and decisions on the number of units."""
 
 from __future__ import annotations
 

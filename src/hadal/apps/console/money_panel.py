@@ -1,4 +1,4 @@
-"""Console panel of money, from the ledger."""
+"""Console panel of money: income, cost and tokens in the ledger, by hour, model and tenant."""
 
 from __future__ import annotations
 

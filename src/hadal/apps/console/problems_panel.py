@@ -1,4 +1,4 @@
-"""Console panel of problems."""
+"""Console panel of problems: missing or restarted processes, and the last warnings."""
 
 from __future__ import annotations
 

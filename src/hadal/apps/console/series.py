@@ -62,7 +62,7 @@ class Series:
         return points[-1] if points else None
 
     def of(self, prefix: str) -> dict[str, list[float | None]]:
-        """Return rest of the name -> values, of the series with names that start with `prefix`."""
+        """Return the series with this name prefix, as rest of the name -> values."""
         return {
             name.removeprefix(prefix): list(points)
             for name, points in sorted(self.values.items())

@@ -90,7 +90,7 @@ class TopBar:
                 icon_button("contrast", "Light or dark", self._toggle, title="Light or dark")
 
     async def remember(self) -> None:
-        """Restore light or dark (default: the system's), and show if the browser has a key."""
+        """Restore light or dark (default: the system's), and the button to forget a stored key."""
         kept = await stored(_DARK)
         self.dark.set_value({"1": True, "0": False}.get(kept))
         self.show_key(await stored(_PAGE_TO_KEY[self._here]))

@@ -1,4 +1,4 @@
-"""Console panel of steps."""
+"""Console panel of steps: one traced step of a unit, by op and rank."""
 
 from __future__ import annotations
 

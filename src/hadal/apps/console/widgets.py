@@ -44,9 +44,7 @@ class Chart:
 
 
 class HeatMap:
-    """Map of loads by layer, drawn by the page's script, because ECharts takes seconds for so large
-    a map.
-    """
+    """Map of loads by layer, drawn by the page's script: ECharts takes seconds for a fleet's map."""
 
     def __init__(self, title: str, note: str, column: str, most: float) -> None:
         self._most = most
