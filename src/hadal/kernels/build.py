@@ -58,7 +58,7 @@ _POLL_S = 0.2
 _VERSION_TIMEOUT_S = 60.0
 
 OnElapsed = Callable[[float], None]
-"""Callback with the seconds spent so far on compiling, or on waiting for another process to."""
+"""Callback during a compilation, here or in another process, with the seconds waited so far."""
 
 
 class BuildError(RuntimeError):
@@ -153,7 +153,7 @@ def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> st
 
 
 def _cpu_features() -> bytes:
-    """Return the CPU's features, which decide -march=native: machines may share a folder."""
+    """Return the CPU's features, which decide -march=native: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -362,7 +362,7 @@ class _Step:
         self.logits_BV = torch.empty((shape.max_batch, shape.vocab))
         self.normed_BD = torch.empty((shape.max_batch, shape.D))
         self._logits = [self.logits_BV[:num_rows] for num_rows in range(shape.max_batch + 1)]
-        """Views by number of rows. Made in advance: slicing releases the GIL, which delays a step.
+        """Views by number of rows, made in advance: slicing releases the GIL and so delays a step.
         """
         whole = (norm_D, weights.cos_sin, weights.embed, weights.head, cache_PLSD, *module)
         parts = [part for layer in layers for part in (*_vectors(layer), *_matrices(layer))]

@@ -26,7 +26,7 @@ from hadal.apps.console.shell import Door, TopBar, head, icon_button
 _SHOW_S = 0.06
 """Seconds between two updates of a running answer; users would not notice faster updates."""
 _SHOW_CHARS_PER_S = 50_000
-"""Limit on shown characters per second: each update sends the whole text, so long texts are updated
+"""Limit on shown characters per second: each update sends the whole text, so a long text is updated
 less often.
 """
 _MAX_ROUNDS = 8

@@ -216,7 +216,7 @@ def _cluster(status: Status | None) -> str:
 
 
 def _units_by_role(overview: Overview, status: Status | None) -> list[tuple[str, list[str]]]:
-    """Return [(role, names)]: processes outside units as "front", then each role's units by number."""
+    """Return [(role, names)]: processes outside units as "front", then units by role and number."""
     processes = status.processes if status is not None else {}
     units = {
         unit_and_rank(name)[0] for name, process in processes.items() if process.role in ROLES

@@ -104,7 +104,7 @@ HADAL_INLINE __m512i take_bf16(__m512& a, __m512& b) {
     return near;
 }
 
-// Tokens of one panel, packed as right operands: by tile of 16 tokens, then by 32 of K, then by part (BF16 of the sum).
+// Tokens of one panel, packed as right operands: by tile of 16 tokens, then by 32 of K, then by part (the BF16s of a value).
 struct Panel {
     int num_tokens, num_parts, num_steps;  // steps of 32 along K
     uint16_t* values;

@@ -1,11 +1,11 @@
 // SwiGLU feed-forwards over tokens: the routed experts (each on its own tokens) and, in the same phases, dense networks
 // (such as the shared expert) on all tokens. y[t] += sum over its experts of weight * down(silu(gate x) * up x).
 //
-// A "job" is one feed-forward with its tokens. Two phases with a barrier between: up members split the jobs' I axis
-// (whole jobs where there are many), so each thread also computes the activation; down members split the D axis and
-// each walks all jobs in order, so every y[t][d] has one writer: no atomics, and a token's experts are added in the
-// order of their ids for any batch and number of threads. Shapes: T tokens, D model, E experts, I expert width, K
-// experts per token.
+// A "job" is one feed-forward with its tokens. There are two phases with a barrier between them:
+//   up    members split the jobs' I axis (whole jobs where there are many); each also computes the activation;
+//   down  members split the D axis and each walks all jobs in order, so every y[t][d] has one writer: no atomics, and a
+//         token's experts are added in the order of their ids for any batch and number of threads.
+// Shapes: T tokens, D model, E experts, I expert width, K experts per token.
 #pragma once
 #include "norm.h"
 #include "team.h"

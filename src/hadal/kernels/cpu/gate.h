@@ -1,6 +1,6 @@
-// Choice of experts for one token (arXiv 2412.19437 eq. 12-16; DeepSeek-V3's Gate): s = sigmoid(logits); choose by s +
-// bias: a group's score is the sum of its two best; the best K experts of the best topk_group groups are chosen;
-// weights are s (no bias), normalised if is_normed, times the scale. Ties go to the lower index.
+// Choice of experts for one token (arXiv 2412.19437 eq. 12-16; DeepSeek-V3's Gate). s = sigmoid(logits) plus the bias
+// decides: a group's score is the sum of its two best experts; the best K experts of the best topk_group groups are
+// chosen. Their weights are s without bias, normalised if is_normed, times the scale. Ties go to the lower index.
 #pragma once
 #include "norm.h"
 

@@ -109,7 +109,7 @@ inline bool unpack_pairs(const UnpackShape& s, const Arrived* messages, const in
     return is_good;
 }
 
-// Encode and decode this rank's own rows like received ones, so that results do not depend on the source.
+// Own rows are encoded and decoded like received ones, so that results do not depend on a token's rank.
 inline void unpack_share(const Member& me, const UnpackShape& s, const Arrived* messages, const float* x,
                          const int32_t* own_token_N, uint8_t* scratch, float* out) {
     const long row_bytes = row_bytes_of(s.D, s.format);

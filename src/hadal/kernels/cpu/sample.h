@@ -372,7 +372,7 @@ inline int64_t sample_slot(const SampleCall& call, int b, long first, const Samp
         row.status = sample_row(call, s, first + i, at);
         if (row.status != kDrawn) return i + 1;
         call.slots_S[s].index++;
-        if (call.counts_SV) {  // also for slots without a penalty, where they are never read
+        if (call.counts_SV) {  // counted for slots without a penalty, too, but never read there
             call.counts_SV[s * call.V + row.token]++;
             call.seen_SV[s * call.V + row.token] = 1;
         }

@@ -32,9 +32,9 @@ namespace hadal {
 constexpr int kSpinMicroseconds =
     50;  // longer than a phase's imbalance on free cores, shorter than a scheduler's slice
 constexpr int kPinnedMicroseconds =
-    200;  // for members with a core each: waking a member takes as long
+    200;  // for members with a core each; about as long as waking one
 constexpr int kIdleMicroseconds =
-    100;  // spin between two steps, because waking a member takes 5-50 us
+    100;  // between two steps: waking a sleeping member takes 5-50 us
 
 using Clock = std::chrono::steady_clock;
 
