@@ -88,8 +88,8 @@ class ExpertStore:
         slot_to_expert_LS: NDArray[np.int16] | None = None,
         held: Conversion = AS_FP32,
     ) -> None:
-        """`weights` were loaded from `folder` with these expert slots (None: all experts, in order)
-        and the conversion `held`, which also applies to experts read later.
+        """`weights` were loaded from `folder` with `slot_to_expert_LS` (None: all experts, in
+        order) and the conversion `held`, which also applies to experts read later.
         """
         self._open = functools.partial(_ExpertReader, folder, weights.config, held)
         self._config = config = weights.config

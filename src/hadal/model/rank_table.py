@@ -86,7 +86,9 @@ class RankTable:
         self._row_of_slot = {slot: row for row, slot in enumerate(self._slots[:num_rows].tolist())}
 
     def join(self, join: Join) -> None:
-        """Add a slot, replacing its present row. Raises ValueError if it does not fit the table."""
+        """Add a slot, in place of its old row if any. Raises ValueError if it does not fit the
+        table.
+        """
         if not 0 <= join.slot < len(self._slots):
             raise ValueError(f"slot {join.slot} is outside the table of {len(self._slots)}")
         if join.num_tokens >= self._max_positions or len(join.block_ids) > self._blocks.shape[1]:

@@ -66,8 +66,7 @@ class Splitter:
             if at < start:
                 pieces.append(text[at:start])
             if start < stop:
-                # As in the library, a token in the white space that the previous one included
-                # counts.
+                # As in the library, a token within white space that the previous token took counts.
                 pieces.append(each)
             at = stop
         if at != len(text):

@@ -16,7 +16,7 @@
 namespace hadal {
 
 constexpr int kTokenTile = W == 16 ? 6 : 3;  // 24 accumulators of 32 registers, or 12 of 16
-constexpr int kWideTile = 8;                 // with 16 accumulators: two W rows at a time
+constexpr int kWideTile = 8;                 // tokens per tile with two rows of W: 16 accumulators
 constexpr int kDepthBlock = 1024;            // a 6-token tile of x is 24 KiB and stays in L1
 // Most token tiles, by weight type, that each widen W in registers. More tiles share rows widened in memory.
 constexpr int kStoredTiles[] = {0, W == 16 ? 1 << 20 : 8, W == 16 ? 3 : 1};

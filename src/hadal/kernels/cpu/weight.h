@@ -19,7 +19,7 @@ struct Matrix {  // filled by Python, field for field
     const float* scales;  // [blocks of 128 rows, blocks of 128 columns]; FP8 only
     int32_t type;
     int32_t columns;
-    int32_t first_row;           // of this view, in the matrix with the scale blocks
+    int32_t first_row;           // first row of this view in the whole matrix, for its scales
     int32_t is_tiled;            // true: multiplied by tile units, if there are any (amx.h); never FP32
     int32_t is_rounding_inputs;  // true: inputs are rounded to E4M3, 1x128, as for dispatch
 
