@@ -56,9 +56,7 @@ class FolderReport:
 
     @property
     def kv_tokens_as_stored(self) -> int | None:
-        """Number of tokens of KV that fit into memory with one copy of the weights; None if
-        unknown.
-        """
+        """Tokens of KV that fit into memory with one copy of the weights; None if unknown."""
         if self.stored is None or self.memory_bytes is None:
             return None
         per_token = kv_bytes_per_token(self.config, Precision())

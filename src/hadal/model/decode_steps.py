@@ -192,8 +192,7 @@ class DecodeSteps:
         if drafter is not None:
             assert hidden_RD is not None
             if is_filling_B.any():
-                # The drafter stores tokens of one block: write their entries before the next
-                # block's.
+                # The drafter stores one block's tokens: write their entries before the next block.
                 self._write_entries(is_filling_B.nonzero()[0])
             positions_N = fed.positions_R[drawn.rows] + 1
             drafter.note(slots_N, positions_N, drawn.tokens, drawn.rows, hidden_RD)

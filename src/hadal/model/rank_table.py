@@ -86,9 +86,7 @@ class RankTable:
         self._row_of_slot = {slot: row for row, slot in enumerate(self._slots[:num_rows].tolist())}
 
     def join(self, join: Join) -> None:
-        """Add a slot, in place of its old row if any. Raises ValueError if it does not fit the
-        table.
-        """
+        """Add a slot; replaces its row if it has one. Raises ValueError if it does not fit."""
         if not 0 <= join.slot < len(self._slots):
             raise ValueError(f"slot {join.slot} is outside the table of {len(self._slots)}")
         if join.num_tokens >= self._max_positions or len(join.block_ids) > self._blocks.shape[1]:

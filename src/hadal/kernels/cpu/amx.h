@@ -104,7 +104,7 @@ HADAL_INLINE __m512i take_bf16(__m512& a, __m512& b) {
     return near;
 }
 
-// Tokens of one panel, packed as right operands: by tile of 16 tokens, then by 32 of K, then by part (the BF16s of a value).
+// Tokens of one panel, packed as right operands: by tile of 16 tokens, by 32 of K, by part (the BF16s of a value).
 struct Panel {
     int num_tokens, num_parts, num_steps;  // steps of 32 along K
     uint16_t* values;
@@ -309,7 +309,7 @@ inline void multiply_panel(Widener& widener, const Matrix& w, int n, int rows, c
         const uint16_t* a = widener.finish();
         for (int r = 0; r < rows; r++) scale[chunk][r] = w.scales ? scales[r][k / kScaleBlock] * kFp8Lift : 1.0f;
         const float* token_scale = panel.scales ? panel.scales_of(k / kScaleBlock) : nullptr;
-        const int share = (kRowsHigh * 16 + steps * padded - 1) / (steps * padded);  // of the next chunk's rows
+        const int share = (kRowsHigh * 16 + steps * padded - 1) / (steps * padded);  // next chunk's rows to widen
         const int sums_share = (kRowsHigh + steps - 1) / steps;
         for (int m = 0; m < panel.num_tokens; m += 16, run ^= 1) {
             const int columns = panel.tile_columns(m);
