@@ -1,3 +1,3 @@
-"""Benchmarks: one for each path. Each prints the peer or the limit beside the figure. This package
-imports nothing heavy by itself.
+"""Benchmarks, one module each. Each prints the figure of a peer or the machine's limit beside ours. This
+package imports nothing heavy by itself.
 """

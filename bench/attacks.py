@@ -1,5 +1,5 @@
-"""Cost of one tenant's attacks to another tenant: its answered requests, their median, p95 and
-worst time, alone and during each attack.
+"""Effect of one tenant's attacks on another tenant: number of answered requests, and median, p95 and
+worst time, first alone and then during each attack.
 
     python -m bench.attacks [--quick] [--checkout FOLDER] [--attack NAME ...]
 
@@ -51,7 +51,7 @@ NUM_BODIES = 3
 BODIES_BAR = 1.5
 MIB = 1 << 20
 TCP_ESTABLISHED = 1
-"""State of a connection that neither side has closed (Linux, tcp_states.h)."""
+"""TCP state of a connection that neither side has closed (Linux, tcp_states.h)."""
 
 
 # ---- the attacks: each runs until its process is ended ----
@@ -65,7 +65,7 @@ def head(address: Address, num_bytes: int, path: str = "/v1/completions") -> byt
 
 @asynccontextmanager
 async def asked(address: Address, num_bytes: int, content: bytes) -> AsyncIterator[Connection]:
-    """Open a connection and send a request of `num_bytes`, but only `content` of its body."""
+    """Open a connection and send a request's head, which states `num_bytes`, and `content` of its body."""
     reader, writer = await asyncio.open_connection(*address)
     with closing(writer):
         writer.write(head(address, num_bytes) + content)
@@ -217,7 +217,7 @@ class Attack:
     task: Callable[[Address, int], Awaitable[None]]
     num_tasks: int
     bar: float = 0.0
-    """Largest allowed growth of the other tenant's p95, as a factor; 0: no claim is made."""
+    """Largest allowed p95 of the other tenant, as a multiple of its p95 alone; 0: no claim is made."""
 
 
 ATTACKS = {
@@ -257,26 +257,26 @@ class Seen:
     times_s: tuple[float, ...]
     """Seconds of the answered requests."""
     refusals: tuple[int, ...]
-    """Statuses of the other requests; 0: no answer within WAIT_S."""
+    """HTTP statuses of the requests that failed; 0: no answer within WAIT_S."""
 
     @property
     def answered(self) -> str:
-        """Answered requests "of" all requests, as text."""
+        """Number of answered and of all requests as text, such as "3 of 5"."""
         return f"{len(self.times_s)} of {len(self.times_s) + len(self.refusals)}"
 
     @property
     def median_s(self) -> float:
-        """Median of the answered requests; infinite if there are none."""
+        """Median seconds of the answered requests; infinite if there are none."""
         return statistics.median(self.times_s) if self.times_s else float("inf")
 
     @property
     def late_s(self) -> float:
-        """p95 of all requests; a refused or unanswered one counts as WAIT_S."""
+        """p95 of all requests, in seconds; a refused or unanswered one counts as WAIT_S."""
         return percentile([*self.times_s, *[WAIT_S] * len(self.refusals)], 0.95)
 
     @property
     def worst_s(self) -> float:
-        """Longest time; an unanswered request counts as WAIT_S."""
+        """Longest answer in seconds; WAIT_S if a request was unanswered. Refused requests do not count."""
         return max(self.times_s, default=0.0) if 0 not in self.refusals else WAIT_S
 
 
@@ -296,7 +296,7 @@ def ask(address: Address, number: int) -> tuple[int, float]:
 
 
 def watch(address: Address, span_s: float, most: int, numbers: itertools.count[int]) -> Seen:
-    """Send requests one after the other, for `span_s` or until there are `most`."""
+    """Send requests one after the other, for `span_s` seconds, `most` requests at most."""
     times_s, refusals = [], []
     until_s = time.perf_counter() + span_s
     while time.perf_counter() < until_s and len(times_s) + len(refusals) < most:
@@ -324,7 +324,7 @@ def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tu
 def watch_attacked(
     address: Address, attack: Attack, span_s: float, numbers: itertools.count[int]
 ) -> Seen:
-    """Measure the other tenant during the attack. Raises RuntimeError if it ended by itself."""
+    """Measure the other tenant during the attack. Raises RuntimeError if the attacking process ends early."""
     host, port = address
     command = [sys.executable, "-m", "bench.attacks", "--as-attacker", attack.name, host, str(port)]
     attacker = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)

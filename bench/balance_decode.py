@@ -3,9 +3,9 @@ with requests that move.
 
     python -m bench.balance_decode [--quick] [--seeds 2] [--trigger 1.02]
 
-Balance is mean over largest rank, averaged over steps. Efficiency is the time of even steps over
-the actual time. The published traces are read from HADAL_SHARED_DATA or shared/data beside the
-checkout, and skipped if missing.
+Balance is the mean load of the ranks over the largest, averaged over steps. Efficiency is the time
+that evenly loaded steps would take over the actual time. The published traces are read from
+HADAL_SHARED_DATA or shared/data beside the checkout, and skipped if missing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hadal.policy.decode_moves import Move, MoveTerms, choose_moves
 
 NUM_RANKS, NUM_SLOTS, NUM_RUNNING = 144, 128, 96
 STALE_STEPS = 4
-"""Age of stale loads: about 200 ms."""
+"""Age of stale loads in steps; 4 steps take about 200 ms."""
 OURS = "ours"
 TARGETS = {"r1-like": (0.93, 0.98), "mooncake-conv": (0.96, 0.98), "azure-conv": (0.98, 0.99)}
-"""Targets for KV and request balance, without migration."""
+"""Load -> (target of KV balance, target of request balance), without moving requests."""
 MOVED_TARGET = "targets .98, .98, efficiency .99, at most 2.5 % moved"
 PLACE_TARGET_US = 50.0
 
@@ -42,7 +42,7 @@ class Case:
 
 
 def run(load: UnitReport, case: Case, num_steps: int, seed: int) -> Result:
-    """Warm up from a unit in the middle of its work, then measure."""
+    """Start with a loaded unit, run `num_steps` // 2 steps as warm-up, then measure `num_steps` steps."""
     world = World(
         load,
         num_ranks=NUM_RANKS,
@@ -121,8 +121,8 @@ def measure(
 
 
 def show_time(console: Console) -> None:
-    """Print the CPU time of a decision. A step with one arrival has the highest cost per arrival:
-    it alone pays for the snapshot.
+    """Print the CPU time of a decision. One arrival in a step costs most per arrival, because the
+    cost of the step's snapshot is not shared.
     """
     world = World(
         r1_load(num=1000),

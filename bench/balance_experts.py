@@ -45,8 +45,8 @@ MEASURED_EPLB = {
     "EP96 global": ".9630 / .912 / 2540",
     "decode 144 global": ".8657 / .661 / 2750",
 }
-"""DeepSeek's eplb.py on SGLang's load matrices (issue 6017 there): mean / worst / ms, on two shared
-cores. Some of its averages are over other lengths than ours (prefill in1024, 2048, 4096).
+"""Case and mode -> mean / worst layer / ms of DeepSeek's eplb.py, on two shared cores and SGLang's load matrices
+(issue 6017 there). Some averages are over other prompt lengths than ours (prefill in1024, 2048, 4096).
 """
 
 
@@ -61,8 +61,8 @@ def find_eplb(folder: str | None) -> Callable[..., Any] | None:
 
 
 def bound(loads: Floats, mode: str, num_ranks: int, num_expert_slots: int) -> float:
-    """Return an upper bound of mean/max, averaged over layers: the heaviest replica if all extra replicas go to
-    heavy experts. Hierarchical: the exact maximum over all ways to deal the groups to nodes.
+    """Return an upper bound of mean/max, averaged over layers: a rank has at least the heaviest replica, even if all
+    extra replicas go to heavy experts. Hierarchical: the exact maximum over all ways to deal the groups to nodes.
     """
     share = loads / loads.sum(axis=1, keepdims=True) * num_ranks
     if mode == "hierarchical":

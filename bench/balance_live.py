@@ -44,12 +44,12 @@ most of its time on both.
 """
 PREFILL_DEVICE = DeviceCosts(row_us=20.0, position_us=0.1)
 DECODE_RANKS = "redundant_experts = 32\nmax_requests = 24\n"
-"""More slots than requests, so that the balancer can choose where each request runs."""
+"""Settings of the decode unit: more slots than requests, so that each request may run on any rank."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Durations of a measurement."""
+    """Number of rounds, and seconds of each phase, of a measurement."""
 
     num_rounds: int
     warm_s: float

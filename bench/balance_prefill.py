@@ -3,11 +3,11 @@ peers' rules and targets.
 
     python -m bench.balance_prefill [--quick] [--ranks 32] [--tokens 8192] [--seed 0]
 
-Saturated: the share of each step that its ranks work. Open loop at 75 % of the capacity of balanced
-ranks: time to first token. The peers' rules are rewritten from their sources (SGLang: least tokens;
-vLLM: least requests), with the token budget per step that all of them have; their engines do not
-run here. The unit and its step time are formulas: only the traces are measured. Every step has a
-fixed cost, which lowers efficiency; "free" is the efficiency of the same steps without that cost.
+Saturated runs show efficiency, the share of step time in which ranks work. Open-loop runs at 75 % of
+the capacity of balanced ranks show TTFT. The peers' rules are rewritten from their sources (SGLang:
+least tokens; vLLM: least requests), with a token budget per step, which all of them have; their
+engines do not run here. The unit and its step time are formulas: only the traces are measured. Every
+step has a fixed cost, which lowers efficiency; "free" is the efficiency of the same steps without it.
 Our constants were tuned on lognormal loads with other shapes and seeds than the ones here.
 """
 
@@ -42,7 +42,7 @@ OURS = "hadal"
 SHARE = 0.75
 QUICK_ARRIVALS = 5_000
 MOST_OVER_MEAN = 2
-"""Hard limit of a rank's tokens over the step's nominal tokens, for rules that cut by cost."""
+"""Hard limit of a rank's tokens per step, as a multiple of the nominal tokens, for rules that cut by cost."""
 PLAN_MS_TARGET = 1.0
 EFFICIENCY_TARGETS = {"mooncake-conv": 0.92, "chat, 32K cap": 0.95}
 TTFT_TARGET_S = 6.0
@@ -52,7 +52,7 @@ PUBLISHED = (
 
 
 def rules(load: UnitReport, num_tokens: int) -> dict[str, Callable[[], Rule]]:
-    """Return name -> maker of a fresh rule. Rules that cut by cost get this load's mean step price."""
+    """Return name -> maker of a fresh rule. Rules that cut by cost get the mean price of `num_tokens` as a budget."""
     total_s = sum(RATES.chunk_s(a.num_cached, a.num_tokens) for a in load.arrivals)
     budget_s = num_tokens * total_s / sum(a.num_tokens for a in load.arrivals)
     return {

@@ -1,4 +1,4 @@
-"""Simulate prefill units of synchronous ranks under a rule, priced with constants that a study of its own derived.
+"""Simulate prefill units of synchronous ranks under a rule. A step's price is a formula with estimated constants:
 
     step = fixed + max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens +
     mean_s * mean tokens
@@ -24,9 +24,9 @@ from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.views import PromptView
 
 STEP_S = 0.03
-"""Fixed cost of a step, derived by argument. 14 ms: a rank of DeepSeek-V3 at EP32 reads 40 GB of FP8 weights (9
+"""Fixed seconds per step, estimated. 14 ms: a rank of DeepSeek-V3 at EP32 reads 40 GB of FP8 weights (9
 experts and the shared one in 58 layers, attention in 61, the head) at 2.8 TB/s, as if no product hid the reads.
-12 ms: 61 layers x 2 micro-batches x some 25 launches of 4 us each. Rounded up.
+12 ms: 61 layers x 2 micro-batches x some 25 launches of 4 us each. The sum is rounded up.
 """
 MEAN_S = 7.3e-5
 RATES = StepRates(3.3e-5, 1e-8, 2e-5, STEP_S)
@@ -34,7 +34,7 @@ RATES = StepRates(3.3e-5, 1e-8, 2e-5, STEP_S)
 for an H800 unit.
 """
 WINDOW = 8
-"""Prompts per rank, started or waiting, at any time when saturated."""
+"""Prompts per rank, queued or running, that a saturated run keeps at any time."""
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Outcome:
 
     @property
     def efficiency_free(self) -> float:
-        """Efficiency if steps had no fixed cost but the same cuts."""
+        """Efficiency of the same steps without their fixed cost."""
         return self.ideal_s / (self.actual_s - STEP_S * self.num_steps) if self.actual_s else 0.0
 
 

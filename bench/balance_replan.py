@@ -1,5 +1,5 @@
-"""Expert plans near the current one: moves, quality and time when loads drift or change, for all
-layers and for one; windows of steps.
+"""Expert plans that may move only a share of the replicas: moves, balance and planning time when loads
+drift or change; and plans for windows of steps.
 
 A part of `python -m bench.balance_experts`.
 """
@@ -23,7 +23,7 @@ CASES = (
     ("EP72", 72, 4, 0.16, 0.975),
     ("decode 144", 144, 2, 0.18, 1.0),
 )
-"""(name, ranks, expert slots, share of slots that may move, target)."""
+"""(name, ranks, expert slots per rank, share of slots that may move, target of mean/max)."""
 
 
 def sequences(folder: Path) -> dict[str, list[Floats]]:
@@ -108,7 +108,7 @@ def replans(console: Console, folder: Path) -> None:
 def one_layer_ms(
     today: Placement, loads: Floats, cluster: Cluster, max_moves: int, target: float
 ) -> float:
-    """Return the median ms of planning one layer alone with a split, as a leader does."""
+    """Return the median ms of planning one layer with weighted replicas, as a leader does, over every 8th layer."""
     times = []
     for layer in range(0, len(loads), 8):
         now = Placement(today.num_experts, today.slot_to_expert_LRS[layer : layer + 1])
@@ -124,8 +124,8 @@ def one_layer_ms(
 
 
 def windows(console: Console, folder: Path) -> None:
-    """Print plans for windows of steps that alternate between decode mixes: planned for 12 steps,
-    judged on 24 others of the same kind.
+    """Print plans for windows of steps that alternate between decode mixes. A plan is made for 12 steps
+    and judged on 24 other steps of the same kind.
     """
     table = table_of(
         "case|plan|for the sums|for the steps|ms",

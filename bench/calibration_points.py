@@ -25,7 +25,7 @@ class Point:
     command: str
     source: str
     role: str = HELD
-    """`aim`: its error has a limit; `set on it`: a constant was set on it; `hold-out`: neither."""
+    """Use: `aim`: the error has a limit; `set on it`: a constant was fitted to it; `hold-out`: neither."""
     within: float | None = None
     field: str = GPU
     over: str | None = None

@@ -165,8 +165,8 @@ own: drawing all values would take longer than writing them.
 
 
 def stored_model(name: str, kind: str, folder: Path) -> Path:
-    """Write a checkpoint of this shape and return its folder. `kind`: "fp8", "bf16", or "hollow": BF16 with holes
-    as files, which have a size but must not be read. The largest takes a minute and 32 GB.
+    """Write a checkpoint of this shape and return its folder. `kind`: "fp8", "bf16", or "hollow", a BF16 checkpoint
+    of sparse files without weights, for tests of sizes only. The largest takes a minute and 32 GB.
     """
     config = {**SHAPES[name], "torch_dtype": "bfloat16", "stored_as": kind}
     if kind == "fp8":
@@ -229,7 +229,7 @@ def _stored_tensors(
 
 
 def _save_hollow(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors header and a hole of the right size."""
+    """Write a sparse safetensors file: the header, and a hole instead of the values."""
     header, at = {}, 0
     for name, tensor in tensors.items():
         dtype = "BF16" if tensor.dtype == torch.bfloat16 else "F32"
@@ -277,8 +277,8 @@ def shipped_model_fp32() -> Path | None:
 
 
 def dequantised(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors as stored. Tensors with scales become FP32: codes times scales,
-    one scale per block; the scales may be in another file of the folder.
+    """Yield a checkpoint's names and tensors. A tensor with scales becomes FP32, codes times the scale
+    of each block; its scales may be in another file of the folder. Other tensors are as stored.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sides = config["quantization_config"]["weight_block_size"]

@@ -3,7 +3,7 @@
     python -m bench.control_plane [--quick] [--seconds N] [--profile] [--collect]
 
 9 decode units of 144 ranks and 29 prefill units of 32; 2,000 requests/s (about the published peak) with 1,650
-tokens to compute and 400 to generate, exponentially distributed. `--quick`: a ninth of it. Figures are CPU time
+tokens to compute and 400 to generate, exponentially distributed. `--quick`: a ninth of the fleet. Figures are CPU time
 of this process. Garbage collection of cycles is off: nothing here is cyclic, and a fleet is many objects.
 """
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 def report(world: FleetWorld, until_s: float, cpu_s: float) -> None:
-    """Print one table: the simulated events, and their cost."""
+    """Print one table: what was simulated, and its cost in CPU time."""
     seen, asked = world.seen, world.requests
     num_events = sum(process.num_events for process in world.processes.values())
     num_steps = sum(process.num_steps for process in world.processes.values())

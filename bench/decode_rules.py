@@ -1,6 +1,6 @@
-"""Placement rules for decode in one form: ours and those of other systems (read in their sources).
+"""Placement rules for decode behind one interface: ours and those of other systems (read in their sources).
 
-Each rule sees the reported loads plus its own later placements, as a dispatcher does. Shapes: R ranks.
+Each rule sees the reported loads plus the placements that it made since, as a dispatcher does. Shapes: R ranks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Choice = Callable[[Ints, Ints, Ints, np.random.Generator, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A placement of the caller, which a rank's report may or may not include yet."""
+    """A placement that the caller has sent; a rank's report may or may not include it yet."""
 
     row: int
     """Row of the rank in the view."""
     number: int
-    """Running number of the caller's placements; a report states the last one that it includes."""
+    """Sequence number of the placement; a report states the last number that it includes."""
     arrival: Arrival
 
 
 def with_sent(
     ranks: DecodeRanksView, num_seen_R: Sequence[int], sent: Sequence[Sent]
 ) -> DecodeRanksView:
-    """Add placements to the loads that were reported before them. Without it, all arrivals would go
-    to the rank that was lightest in the report.
+    """Add to the reported loads the placements that a rank's report does not include. Without them, all
+    arrivals would go to the rank that was lightest in the report.
 
-    `num_seen_R`: by rank, the last running number that its report includes.
+    `num_seen_R`: the last sequence number that each rank's report includes.
     """
     used_R, worst_R, requests_R = (
         ranks.num_blocks_used.copy(),

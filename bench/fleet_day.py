@@ -1,5 +1,5 @@
-"""The published day as a fluid, under the production fleet role: nodes hour by hour, and the causes of their
-number.
+"""The published day under the production fleet role, with load as a fluid instead of requests: nodes hour by hour,
+and the effect of each setting on their number.
 
     python -m bench.fleet_day [--seed N] [--hours-only]
 
@@ -76,7 +76,7 @@ class Setting:
     faults: Faults = FAULTS
     shape: DayShape = SHAPE
     decode_tokens_per_s: float = 0.0
-    """0: use `capacity()`."""
+    """Tokens/s of a decode unit that the fleet assumes; 0: `capacity()`."""
 
 
 def run(setting: Setting, seed: int) -> Day:

@@ -56,7 +56,7 @@ def counted(raw: Path) -> Counter[str]:
 
 
 def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> Mapping[str, float]:
-    """Return module -> microseconds per token, and the total under ''. Raises RuntimeError."""
+    """Return module -> microseconds per token, '' for all. Raises RuntimeError if py-spy fails or a stream ends."""
     vocab_size, pid = read_model_config(folder).vocab_size, server.roots["gateway"]
     settle(server)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:

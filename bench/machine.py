@@ -107,7 +107,7 @@ FOREIGN_MAX = 0.08
 
 @dataclass(frozen=True)
 class Usage:
-    """Busy CPU seconds of the whole machine at a time."""
+    """Reading of the whole machine's busy CPU seconds since boot."""
 
     at_s: float
     busy_s: float
@@ -128,7 +128,7 @@ def parse_usage(stat: str, at_s: float) -> Usage:
 
 
 def foreign_share(before: Usage, after: Usage, own_s: float, num_cores: int) -> float:
-    """Return the share of the machine used by others in between, if we used `own_s` CPU seconds."""
+    """Return the share of all cores' time that other processes used between two readings; ours used `own_s`."""
     return max(0.0, after.busy_s - before.busy_s - own_s) / (
         num_cores * max(after.at_s - before.at_s, 1e-3)
     )

@@ -1,5 +1,5 @@
-"""Cost of requests to the requests beside them: of a batch to a user's streams, and of running
-streams to a new prompt.
+"""Slowdown of requests by other requests on the same server: a user's streams beside a batch, and a new
+prompt beside running streams.
 
     python -m bench.others [--quick] [--checkout OLD]
 

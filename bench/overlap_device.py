@@ -207,7 +207,7 @@ PREFILL_BAR, DECODE_BAR, MAX_OVER_PRICE = 1.75, 1.5, 1.05
 
 @dataclass
 class VirtualResult:
-    """Seconds of each repetition, by variant. Repetition i of all variants ran in a row."""
+    """Seconds of each repetition, by variant. All variants ran repetition i before any ran the next."""
 
     case: DeviceCase
     num_ranks: int

@@ -75,7 +75,7 @@ class Series:
         ]
 
     def num_dropped(self, variants: Iterable[str]) -> int:
-        """Return the number of runs of these variants in which other processes used too much."""
+        """Return the number of runs of these variants that are not clean, because other processes ran."""
         wanted = set(variants)
         return sum(
             not timed.is_clean for r in self.rounds for name, timed in r.items() if name in wanted

@@ -33,7 +33,7 @@ port = 0
 prices = "0/0/0"
 gpu_hour_usd = 0.0
 """
-"""Settings added to `laptop_ep`. Prices are 0: a margin at the rent of six GPUs means nothing."""
+"""Settings added to `laptop_ep`. Prices are 0, because a margin at the rent of GPUs means nothing on a CPU."""
 
 
 def chromium(playwright: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Cost of `tenant_promise`, the largest slowdown of the light tenant's steps: tokens/s of all tenants
-that a shorter time between the light tenant's tokens costs.
+"""Cost of `tenant_promise`, the largest slowdown of the light tenant's steps: the lower it is, the
+shorter the time between the light tenant's tokens, and the fewer tokens/s all tenants have together.
 
     python -m bench rows
 
@@ -32,7 +32,7 @@ PROMISES = (1.1, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0, NONE)
 NUM_STEPS = 6400
 LIGHT, HEAVY, BATCH = 0, 1, 2
 LEAST_TOGETHER = 0.6
-"""Minimum share of all tokens/s without a promise that the default leaves where rows cost most."""
+"""Minimum tokens/s of all tenants under the default promise, as a share of those without a promise."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Had:
 
     tokens_per_s: dict[int, float]
     gaps_ms: np.ndarray
-    """Times between the tokens of a light tenant's stream."""
+    """Milliseconds between two steps that compute at least one row of the light tenant."""
 
     def gap_ms(self, percentile: float) -> float:
         return float(np.percentile(self.gaps_ms, percentile))

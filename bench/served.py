@@ -50,8 +50,8 @@ BARS = {
 LOOK_S, FIRST_LOOK_S = 0.005, 0.001
 TIMEOUT_S = 300.0
 SETTLE_S, REST_S, RESTING = 30.0, 2.0, 0.1
-"""A server rests if its processes together used less than RESTING of a core for REST_S seconds; the
-wait for it ends after SETTLE_S.
+"""A server is at rest if its processes together used at most RESTING of a core for REST_S seconds.
+The wait for that ends after SETTLE_S seconds.
 """
 _EVENT, _END = b"data: {", b"data: [DONE]"
 
@@ -172,7 +172,7 @@ class Pair:
     """The bare engine; None: the pair shares the engine of the pair before it."""
     serve: Callable[[], AbstractContextManager[Server]]
     beside: int = 0
-    """Number of processes that compute while it is served."""
+    """Number of processes that only use CPU time while the server is measured."""
 
 
 def folder_of(model: str) -> Path:

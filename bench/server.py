@@ -34,7 +34,7 @@ class Running:
     run_folder: Path
     log: Path
     started_s: float
-    """time.monotonic() just before the command."""
+    """Value of time.monotonic() just before the server was started."""
 
     @property
     def status(self) -> Status:

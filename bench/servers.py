@@ -54,7 +54,7 @@ def hadal_server(
 
 @contextlib.contextmanager
 def llama_server(folder: Path, kind: str, threads: int) -> Iterator[Server]:
-    """Run llama.cpp's server with a slot for each of the most streams. `folder`: plain weights."""
+    """Run llama.cpp's server with MAX_STREAMS slots. `folder`: weights in FP32 or BF16."""
     port, slots = _free_port(), MAX_STREAMS
     command = [
         *(str(LLAMA_SERVER), "-m", str(gguf_of(folder, kind)), "--port", str(port)),
@@ -66,7 +66,7 @@ def llama_server(folder: Path, kind: str, threads: int) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def vllm_server(folder: Path, dtype: str, threads: int) -> Iterator[Server]:
-    """Run vLLM's server, compiled. `folder`: plain weights."""
+    """Run vLLM's server, compiled. `folder`: weights in FP32 or BF16."""
     port = _free_port()
     command = [
         *(python_of(VLLM_VENV), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),

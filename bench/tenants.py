@@ -30,7 +30,7 @@ NUM_HEAVY, NUM_LIGHT = 32, 2
 NUM_IN, NUM_OUT = 64, 60
 SECONDS = 8.0
 NUM_BEFORE = 10
-"""Requests of the tenant that leaves."""
+"""Requests that the other tenant sends before it leaves."""
 
 
 async def run(

@@ -41,7 +41,7 @@ def tokens(rng: random.Random, number: int) -> list[int]:
 
 
 def hadal(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
-    """Send two requests to our server: for one token, to time it, then for the answer."""
+    """Return an Ask's result from our server: one request for one token is timed, another gets the answer."""
     begun_s = time.perf_counter()
     usage = asked(address, "POST", "/v1/completions", random_body("m", prompt, 1))["usage"]
     first_ms = 1e3 * (time.perf_counter() - begun_s)
@@ -51,7 +51,7 @@ def hadal(address: Address, prompt: Sequence[int], number: int) -> tuple[list[in
 
 
 def llama(address: Address, prompt: Sequence[int], number: int) -> tuple[list[int], int, float]:
-    """Send a request to llama.cpp's server, which reports cached tokens and the ms of the rest."""
+    """Return an Ask's result from llama.cpp's server, which reports cached tokens and prefill ms."""
     body = {
         "prompt": list(prompt),
         "n_predict": number,
