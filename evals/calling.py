@@ -73,7 +73,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Name of a tool; `tells` is False if the name does not describe the tool."""
+    """Name of a tool; `tells` is True if the name describes what the tool does."""
 
     text: str
     tells: bool = True
@@ -157,7 +157,7 @@ def _calculator(source: Source) -> Offer:
 
 @dataclass(frozen=True, slots=True)
 class Looked(Offer):
-    """A look-up tool: its kind of thing (`entity`) and the property that it returns (`shown`)."""
+    """A look-up tool: the kind of thing to look up (`entity`) and the property that it returns (`shown`)."""
 
     entity: str
     shown: str
@@ -241,7 +241,7 @@ def _returned(source: Source, key: str, value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Converter(Offer):
-    """A tool that converts the units in `units`. `arguments` takes them in the user's words."""
+    """A tool that converts between the units in `units`. `arguments` takes units in the user's words."""
 
     units: dict[str, tuple[Unit, ...]]
 
@@ -323,7 +323,7 @@ def _keys(calls: Sequence[Call]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Calls made at once: the reason for them, and their results."""
+    """Calls that a reply makes together, the reason for them, and their results."""
 
     why: str
     calls: tuple[Call, ...]
@@ -464,7 +464,7 @@ def _returned_unit(source: Source, value: str, unit: str) -> str:
 
 
 def _pair(source: Source) -> Plan:
-    """Return two look-ups at once that ask for both values, the larger one, or their sum."""
+    """Return a question that takes two look-ups in one reply: for both values, the larger, or their sum."""
     kind = source.choices(("pair", "more", "total"), (4, 4, 2))[0]
     looked = _lookup(source, numbers_only=kind != "pair")
     k, m = _entities(source, looked.entity, 2)
@@ -598,7 +598,7 @@ def calling(source: Source) -> Turn:
         return replace(turn, before=tuple(before))
     step, forced = plan.steps[done], ""
     if len(step.calls) == 2 and source.chance(0.15):
-        # A client that allows one call at a time gets the calls one by one.
+        # A client may allow only one call per reply: the second follows the first one's result.
         first, second = (
             replace(step, calls=step.calls[i : i + 1], results=step.results[i : i + 1])
             for i in range(2)

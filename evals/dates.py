@@ -25,7 +25,7 @@ def reason_after(month: int, day: int, days: int) -> tuple[str, str]:
 
 
 def reason_before(month: int, day: int, days: int) -> tuple[str, str]:
-    """Subtract the days; add months before while there are too few. Return (reasoning, answer)."""
+    """Subtract the days; while the result is below 1, add the month before. Return (reasoning, answer)."""
     lines = [f"{MONTHS[month]} {day} - {days}"]
     while day <= days:
         month = (month - 1) % 12

@@ -123,7 +123,7 @@ _VAGUE = {"date", "when", "location", "total", "years", "home"}
 
 def _key(source: Source, field: str, used: dict[str, str], fields: list[str]) -> str:
     names = list(_FIELDS[field].keys)
-    if field not in fields:  # The key must not seem to mean another value in the text.
+    if field not in fields:  # A missing field's key must not fit another value in the text.
         meant = {name for each in fields for name in _FIELDS[each].keys}
         names = [name for name in names if name not in _VAGUE | meant]
     if field in ("pet_name", "title") and {"name", "owner", "author"} & set(fields):

@@ -1,6 +1,5 @@
-"""Examples from the probe of foreign wordings (foreign.yaml). They were written before the
-generators of new wordings, but by the same author, and are never trained on. They do not measure
-how strangers ask.
+"""Examples with wordings written by hand (foreign.yaml) before the generators of new wordings, by the
+same author. They are never trained on. They do not measure how strangers ask.
 """
 
 import json

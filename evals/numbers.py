@@ -180,7 +180,7 @@ def sum_asked(source: Source, op: str, whole: Sequence[str]) -> str:
 
 
 def _spaced(said: str) -> str:
-    """Return the wording with spaces around signs, as between numbers in words."""
+    """Return the wording with spaces around signs, which numbers written in words need."""
     return re.sub(r"\}([-+*/x:])(?=\{)", r"} \1 ", said)
 
 

@@ -40,7 +40,7 @@ class Answer:
         return self.error is None and is_correct(self.example, self.text, self.calls)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict as a dictionary for JSON."""
+        """Return the answer and its verdict as a dictionary for JSON."""
         return {
             "task": self.example.task,
             "side": side(self.example),

@@ -177,8 +177,8 @@ def _noise_text(source: Source) -> str:
 
 
 def long_text(source: Source, size: int) -> str:
-    """Return a text of about `size` pieces: sentences, words, or one unit repeated. The text does
-    not decide the side: every long text has a frame that can be held out.
+    """Return a text of about `size` pieces: sentences, words, or one unit repeated. It has no effect on
+    the side of the split, which the frame around the text decides.
     """
     kind = source.random()
     if kind < 0.1:

@@ -74,8 +74,8 @@ class Example:
 
 
 def sample(rng: random.Random, task: str, trained_only: bool = False) -> Example:
-    """Return a random example of a task; one in ten has earlier, unrelated turns. `trained_only`:
-    use no held-out frame.
+    """Return a random example of a task. One in ten has earlier, unrelated turns; of the task "long",
+    most have. `trained_only`: use no held-out frame.
 
     Raises ValueError if the task is not one of ALL_TASKS.
     """

@@ -42,7 +42,7 @@ class Wording(msgspec.Struct, frozen=True):
     kind: str = ""
     """Subject of the question in one word, if it differs from the fact's."""
     role: str = ""
-    """Requested part of the fact; empty: the first question's first word."""
+    """Requested part of the fact, such as "from"; empty: the first word of the first question."""
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -83,8 +83,8 @@ class Asks:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A sentence, and the answers in it. `slots` fill the questions' braces; `subject` is a person
-    that the next sentence may refer to by a pronoun.
+    """A sentence, and the answers in it. `slots` fill the questions' braces; `subject` is the subject of
+    the sentence, which the next sentence may replace by a pronoun if it is a person.
     """
 
     sentence: str
@@ -320,7 +320,7 @@ _VERB_SLOTS = {"v", "b", "pp"}
 
 
 def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
-    """Return a text of `num_facts` facts, with its pool and its facts."""
+    """Return (pool of unused names, facts, their text) for a text of `num_facts` facts."""
     pool = Pool(source)
     facts: list[Fact] = []
     last = None
@@ -346,9 +346,7 @@ def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
 
 
 def _read(facts: Sequence[Fact]) -> dict[str, str]:
-    """Return sentence -> the sentence with the notes that resolve its pronouns. A sentence with two
-    facts occurs once.
-    """
+    """Return sentence -> the sentence with notes that resolve its pronouns, once even if it has two facts."""
     found: dict[str, str] = {}
     for fact in facts:
         found[fact.sentence] = found.get(fact.sentence, fact.sentence) + fact.who
@@ -446,7 +444,7 @@ def ask(pool: Pool, facts: list[Fact]) -> tuple[str, str, str]:
     if source.chance(0.07):
 
         def other() -> bool:
-            with source.aside():  # The sentence of this fact is not shown.
+            with source.aside():  # The text does not have this fact, so its frame must not count.
                 fact = source.choice(_MAKERS[:-1])(pool)
             look(fact, source.choice(fact.asks))
             return not any(is_told for _, is_told in read)

@@ -4,8 +4,8 @@ typing.
 A *frame* is one line such as `the [sum|total] of {a} and {b}`. Brackets hold alternatives; the task
 fills the words in braces. A question is a frame within another one that makes it a request,
 `[Can|Could] you tell me {}?` (wordings.yaml). One frame in eight is held out as a whole, by its
-hash: training never sees any of its wordings. Of the other wordings one in twenty is held out.
-Independent of the tasks.
+hash: training never sees any of its wordings. Of the other frames' wordings one in twenty is held
+out. Very short frames and wordings are never held out. Independent of the tasks.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _WORD = re.compile(r"\b[a-z]{5,}\b(?![^{]*})")
 
 
 def is_one_in(text: str, num: int) -> bool:
-    """Return True for one text in `num`, always the same ones."""
+    """Return True for one of `num` texts on average, chosen by the text's hash."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % num == 0
 
 
@@ -95,7 +95,7 @@ class Source(random.Random):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Draw in the block without effect on the side: no held-out frame, no wording recorded."""
+        """Draw in the block without effect on the side of the split: no held-out frame, no wording recorded."""
         kept, num_noted = self.trained_only, len(self.held_wordings)
         self.trained_only = True
         try:
@@ -150,7 +150,7 @@ def _typo(source: Source, text: str) -> str:
 
 
 def _with_noise(source: Source, text: str) -> str:
-    """Return the wording as typed in a hurry; text in braces is unchanged."""
+    """Return the wording as if typed in a hurry; text in braces is unchanged."""
     if text[0].islower() and source.chance(0.75):
         text = text[0].upper() + text[1:]
     kind = source.random()

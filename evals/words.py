@@ -49,8 +49,8 @@ class Turn:
     """A user's question, and the expected reasoning and answer.
 
     `key` is the content that must not occur in training if the turn is held out: the operands, the
-    list, the text, but not the wording. It is the same in every task; several contents have a line
-    each. `subject` is the content that a later turn may refer to ("now sort it the other way").
+    list, the text, but not the wording. Equal contents have equal keys in all tasks; several contents
+    have a line each. `subject` is the content that a later turn may refer to ("now sort it ...").
     """
 
     question: str

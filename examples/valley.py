@@ -1,7 +1,7 @@
-"""Off-peak ("valley") work for a Ray cluster: it fills free nodes, and gives them up when another
-job asks for nodes.
+"""Off-peak ("valley") work for a Ray cluster: it fills free nodes, and releases them when another job
+asks for nodes.
 
-    a node is free             -> a group of one bundle, the node whole, and in it a worker
+    a node is free             -> a placement group that takes the whole node, and a worker in it
     a worker is idle           -> the next piece of work
     groups of others wait      -> the number of workers that they need finish their pieces and leave
 
@@ -41,16 +41,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 LOOK_S = 1.0
 """Seconds between two checks for waiting groups."""
 NAME = "valley"
-"""Prefix of its groups' names; another job with this file needs its own."""
+"""Prefix of the placement groups' names. Give another job that uses this file another prefix."""
 NODE_LABEL = "ray.io/node-id"
 """Ray's own label of a node."""
 _WAIT = ("PENDING", "RESCHEDULING")
 _TAKEN = ("CREATED", "PREPARED", "RESCHEDULING")
 _WHOLE = ("CPU", "GPU")
-"""Resources that a group takes of a node: all of each."""
+"""Resources of a node that its placement group takes completely."""
 
 Piece = tuple[int, int]
-"""Numbers from the first up to, but without, the second."""
+"""Range of numbers: (first, end), without the end."""
 
 
 def work(piece: Piece) -> int:
@@ -64,7 +64,7 @@ def work(piece: Piece) -> int:
 
 
 class Worker:
-    """Actor with a node of its own."""
+    """Ray actor that has a node to itself."""
 
     def do(self, piece: Piece, piece_s: float) -> int:
         """Return the piece's result, after at least `piece_s`, as if it had taken that long."""
@@ -81,10 +81,10 @@ class Lent:
     group: PlacementGroup
     asked_s: float
     actor: Any = None
-    """Its worker; None until the node is granted."""
+    """Handle of the node's worker; None until Ray grants the node."""
     piece: Piece | None = None
     result: Any = None
-    """Ray's reference to the piece's result."""
+    """Ray's reference to the result of `piece`."""
     is_leaving: bool = False
 
 
@@ -97,7 +97,7 @@ class Valley:
         )
         self._piece_s = piece_s
         self._own = f"{NAME}-{ray.get_runtime_context().get_job_id()}-"
-        """Prefix of its groups' names, because Ray requires unique names."""
+        """Prefix of this run's groups; it has the job's id, because Ray requires unique names."""
         self._num_asked = 0
         self.results: dict[Piece, int] = {}
         self.nodes: dict[str, Lent] = {}
@@ -109,7 +109,7 @@ class Valley:
 
     @property
     def num_working(self) -> int:
-        """Number of nodes that work for this job."""
+        """Number of nodes with a worker of this job."""
         return sum(lent.actor is not None for lent in self.nodes.values())
 
     @property
@@ -128,7 +128,7 @@ class Valley:
             if group["state"] in _TAKEN
             for node in group["bundles_to_node_id"].values()
         }
-        # Leaving nodes count as room already; nodes that this job has asked for are not free.
+        # Nodes marked for release count as free below; nodes that this job has asked for do not.
         free = [
             node
             for node in ray.nodes()
@@ -147,7 +147,7 @@ class Valley:
             lent.is_leaving = True
 
     def go_on(self, timeout_s: float) -> None:
-        """Collect results and hand out pieces, until the time is over."""
+        """Collect results and hand out pieces for `timeout_s` seconds, or until all work is done."""
         until_s = time.monotonic() + timeout_s
         while True:
             for node, lent in list(self.nodes.items()):
@@ -180,7 +180,7 @@ class Valley:
                 lent.is_leaving = True
             lent.piece = lent.result = None
         is_there = lent.actor is not None or _state(lent.group) == "CREATED"
-        # Another group was faster.
+        # Another group got the node first.
         was_taken = not is_there and time.monotonic() - lent.asked_s > LOOK_S
         if lent.is_leaving or not self._todo or was_taken:
             remove_placement_group(lent.group)  # Also ends the worker.

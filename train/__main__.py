@@ -2,7 +2,7 @@
 
 import os
 
-# Threads that spin while waiting block each other on a busy machine: a step took ten times as long.
+# Spinning OpenMP threads block each other on a busy machine: a step took ten times as long with them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from train.train import main

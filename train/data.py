@@ -59,9 +59,9 @@ WEIGHTS = {
     "schema": 12,
 }
 LONG_SHARE = 0.07
-"""Share of batches that begin with a long prompt, of up to nearly all their tokens."""
+"""Share of batches that begin with a long prompt, which takes up to nearly all tokens of the batch."""
 DIRECT_SHARE = 0.04
-"""Share of the examples of `_DIRECT` without reasoning, as when a user switches it off."""
+"""Share of the examples of the tasks in `_DIRECT` without reasoning, as if a user switched it off."""
 _DIRECT = {"talk", "decline", "reading", "schema", "tools"}
 SPELLED_SHARE = 0.16
 """Share of the examples in which some words are split into letters, as unknown words are."""
@@ -85,9 +85,9 @@ class Batch:
     """Sequences, concatenated. `targets` is the next token if it is part of a reply, else -100.
 
     `next_tokens` feeds the MTP layer and `mtp_targets` is the token after the next. `second_tokens`
-    feeds the layer's second application. Its target `second_targets` is one further: the third
-    token from here. None of them looks past the end of its sequence. `sequence` numbers the
-    sequence of each token; `examples` are those sequences.
+    feeds the layer's second application, and `second_targets` is its target, the third token from
+    here. Past the end of a sequence, targets are -100 and tokens 0. `sequence` is the number of each
+    token's sequence; `examples` has the example of each sequence except padding.
     """
 
     tokens: Tensor
@@ -165,7 +165,7 @@ def _some_spelled(rng: random.Random, tokenizer: Tokenizer, prompt: list[int]) -
 
 
 def _ahead(values: list[int], distance: int, fill: int) -> list[int]:
-    """Return for each place the value `distance` further on, or `fill` past the end."""
+    """Return for each place the value `distance` places later, or `fill` past the end."""
     return (values[distance:] + [fill] * distance)[: len(values)]
 
 

@@ -106,7 +106,7 @@ class _Attention(torch.autograd.Function):
 def packed_attention(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, bounds: Tensor, scale: float
 ) -> Tensor:
-    """Return causal attention inside each sequence; `bounds` holds all starts, and the end."""
+    """Return causal attention inside each sequence; `bounds` has the start of each, and the last end."""
     if kernels() is not None:
         return _Attention.apply(q_THK, k_THK, v_THV, bounds, scale)
     outs = []

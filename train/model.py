@@ -222,8 +222,8 @@ class Layer(nn.Module):
 
 
 class MTPLayer(Layer):
-    """Multi-token-prediction layer: from the main model's state of token t and token t+1 to token
-    t+2.
+    """Multi-token-prediction layer: predicts token t+2 from the main model's state of token t and from
+    token t+1.
 
     The state is the one after the main model's last norm, as inference engines pass it.
     """
@@ -295,8 +295,8 @@ class Model(nn.Module):
         of a given embedding.
 
         `spellings`: for each token its word, whether it has a space before it, and whether it
-        begins with a capital. When a layer learns to copy one token, to spell it, or to write it
-        without its space, it learns the same for all tokens, including rare ones.
+        begins with a capital. A layer that learns to copy one token, to spell it, or to write it
+        without its space, so learns that for all tokens, including rare ones.
         """
         embedding = self.model.embed_tokens.weight
         space, capital = torch.randn(2, embedding.shape[1])

@@ -68,7 +68,7 @@ def _num_rows(p: Tensor) -> int:
 
 
 def _step(p: Tensor, buffer: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
-    """Update one parameter, in plain torch."""
+    """Update one parameter in place, in plain torch."""
     buffer.lerp_(p.grad, 1 - momentum)
     update = p.grad.lerp(buffer, momentum).view(-1, _num_rows(p), p.shape[-1])
     scale = 0.2 * max(update.shape[-2:]) ** 0.5

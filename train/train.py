@@ -41,7 +41,7 @@ NUM_STEPS = 22_000
 
 
 class Losses(NamedTuple):
-    """Loss that a step minimises, and its parts; 0 for a part that is not trained now."""
+    """Loss that a step minimises (`total`), and its parts; 0 for a part that this step does not train."""
 
     total: Tensor
     main: float = 0.0
@@ -62,9 +62,7 @@ def main_loss(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def draft_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the losses of the MTP layer and of its second application; the model does not
-    change.
-    """
+    """Return the losses of the MTP layer and of its second application; the main model gets no gradient."""
     with torch.no_grad():
         h = model.hidden(batch.tokens, batch.positions, batch.bounds)
     text = (h, batch.next_tokens, batch.positions, batch.bounds)
@@ -199,7 +197,7 @@ class Run:
         os.replace(aside, self.folder / "checkpoint.pt")
 
     def log(self, **fields: object) -> None:
-        """Add a line to the folder's log."""
+        """Add a line of JSON to log.jsonl in the run's folder."""
         fields = {"minute": round(self.elapsed / 60, 1), "step": self.step, **fields}
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(fields) + "\n")

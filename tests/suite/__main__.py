@@ -1,11 +1,11 @@
 """Run the suite at a level, show its progress, and end with skipped tests and costs.
 
     python -m tests.suite test                        8 minutes on two quiet cores
-    python -m tests.suite more                        what `test` leaves out, and larger campaigns
+    python -m tests.suite more                        tests that `test` leaves out, and larger campaigns
     python -m tests.suite all                         everything at full sizes: hours
-    python -m tests.suite test --changed main         tests of what changed since main, and of what
-                                                      may import it
-    python -m tests.suite test --without promtool     as on a machine without a tool
+    python -m tests.suite test --changed main         tests of files that changed since main, and of
+                                                      rooms that may import them
+    python -m tests.suite test --without promtool     as on a machine without promtool
     python -m tests.suite test tests/dist -k drafts   options and paths are pytest's
 
 The last line counts passed, failed and skipped tests. Output of each part: .pytest_cache/PART.log.
@@ -104,7 +104,7 @@ def _environment(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
 def _running(
     chosen: Sequence[Part], options: Sequence[str], environment: dict[str, str]
 ) -> Iterator[list[Running]]:
-    """Yield processes of the parts, ended with the block."""
+    """Start a process for each part and yield them; end them with the block."""
     running = [Running(part, options, environment) for part in chosen]
     try:
         yield running

@@ -1,7 +1,7 @@
-"""The budget of the suite: processor time that each folder of tests may use. The unit is a loop
-that runs beside the suite, so that a slow or busy machine has more seconds.
+"""Budget of the suite: processor time that each folder of tests may use. The unit is the time of a
+loop that runs beside the suite, so a slow or busy machine gets more seconds.
 
-`tests/budget.toml` holds the budget by level. A change that needs more raises it there, visibly.
+`tests/budget.toml` has the budgets of each level. A change that needs more time must raise them there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def loop_s() -> float:
 
 
 class Loop:
-    """Runs the loop every PERIOD_S beside the suite. Use as a context manager."""
+    """Thread that times the loop every PERIOD_S seconds. Use as a context manager."""
 
     def __init__(self) -> None:
         self._times_s: list[float] = []

@@ -1,8 +1,8 @@
-"""Test files for a change, chosen by the allowed imports (tests/test_tidy.py).
+"""Test files for a change, chosen by the imports that tests/test_tidy.py allows.
 
-Rooms that may import a changed room, directly or not, depend on it. Their unit tests run, and tests
-of served processes if such a room is served. For test files their own imports count. A change to a
-file of EVERYTHING runs all tests. Before a merge all tests run.
+A room (package) depends on a changed room if it may import it, directly or not. The unit tests of all
+such rooms run; also tests/dist, if `hadal serve` runs one of them. A test file also runs if a file that
+it imports changed. A change to a file of EVERYTHING runs all tests. Run all tests before a merge.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tests_of_changes(since: str) -> list[str]:
 
 
 def chosen(changed: Iterable[str]) -> list[str]:
-    """Return the test files for changed files, all as paths from the root."""
+    """Return the test files to run for changed files; all paths are relative to the root."""
     changed = set(changed)
     everything = sorted(path.relative_to(ROOT).as_posix() for path in _test_files())
     if changed & set(EVERYTHING):
@@ -45,7 +45,7 @@ def chosen(changed: Iterable[str]) -> list[str]:
 
 
 def _importers(rooms: set[str]) -> set[str]:
-    """Return rooms and all that may import them, directly or not."""
+    """Return the rooms and all other rooms that may import them, directly or not."""
     found = set(rooms)
     while more := {room for room, may in MAY_IMPORT.items() if may & found} - found:
         found |= more
@@ -63,7 +63,7 @@ def _rooms_tested(path: Path) -> set[str]:
 
 
 def _is_about(path: Path, changed: set[str]) -> bool:
-    """Return whether a test file names a changed file that is no module: a page, a model, a script."""
+    """Return whether a test file names a changed file that is no Python module, or its top folder."""
     others = {one for one in changed if not one.endswith(".py")}
     text = path.read_text(encoding="utf-8") if others else ""
     return any(one.split("/")[-1] in text or f'"{one.split("/")[0]}"' in text for one in others)

@@ -2,8 +2,8 @@
 the processor time of each folder of tests.
 
     python -m tests.suite              pytest of a part              its workers (pytest-xdist)
-        reads PART.events <------------- writes a line a test  <------ reports
-                                         and one at the end   <------ seconds by folder
+        reads PART.events <------------- writes a line per test <----- reports
+                                         and one at the end     <----- seconds by folder
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tests.suite.folders import folder_of
 VARIABLE = "HADAL_SUITE_EVENTS"
 """Environment variable: path of the output file."""
 USED = "hadal_used"
-"""Key under which a worker sends its use to the process that receives all reports."""
+"""Key under which a worker sends its `Used` to the process that receives all reports."""
 num_servers = 0
 """Servers that this process has started for tests."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Selected(msgspec.Struct, tag=True):
-    """Tests of a part, once they are collected."""
+    """Event after collection: number of tests of a part, by folder."""
 
     folder_to_num: dict[str, int]
 
 
 class Ended(msgspec.Struct, tag=True):
-    """Result of one test."""
+    """Event after a test: its result."""
 
     test: str
     outcome: str
@@ -49,7 +49,7 @@ class Ended(msgspec.Struct, tag=True):
 
 
 class Used(msgspec.Struct, tag=True):
-    """Use of one process that runs tests."""
+    """Event at the end of a process that runs tests: resources that it used."""
 
     folder_to_s: dict[str, float]
     """Folder of tests -> processor seconds."""
@@ -81,7 +81,7 @@ class Measuring:
         self._before_s = processor_s()
 
     def note(self, folder: str) -> None:
-        """Add the use since the last note to this folder."""
+        """Add the processor time since the last call to this folder."""
         now_s = processor_s()
         self.folder_to_s[folder] += now_s - self._before_s
         self._before_s = now_s

@@ -1,4 +1,4 @@
-"""Folders of tests, as parts of the suite and rows of the budget."""
+"""Folders of tests: which part of the suite runs each, and its row in the budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LIVE = (
     "tests/unit/gateway",
     "tests/unit/runtime",
 )
-"""Folders with tests that serve, wait for real time, or start processes. Others need only a core."""
+"""Folders with tests that serve, wait for real time, or start processes; others need only a core."""
 
 
 def folder_of(test: str) -> str:

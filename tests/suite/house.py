@@ -2,7 +2,7 @@
 
     python -m tests.suite.house [--checkout FOLDER] [--json]
 
-Run it on two checkouts to compare before and after. Counts only; no verdict.
+Run it on two checkouts to compare them. It sets no limits.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python -m tests.suite.language --write         lower the budget to what was counted; it never rises
     python -m tests.suite.language --draw 100 --seed 1    draw docstrings and comments for readers to grade
 
-Two marks are counted. Marker words stand for persons or are vague ("whose", "so many"); they are
+Two marks are counted. Marker words stand for persons or are vague ("whose", "so many"); their count is
 given per 1,000 words of docstrings and comments. Odd beginnings are a preposition, a relative or a
-pronoun; they are given as a share of all docstrings. Both only hint at problems: a text without
+pronoun; their count is given in percent of all docstrings. Both only hint at problems: a text without
 them can still be unclear.
 """
 
@@ -42,7 +42,7 @@ ODD_BEGINNING = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _GENERATED = "<!-- promises: make"
-"""Begins the table of promises: its sentences stand in other pages, too."""
+"""Start of the table of promises, where counting stops: its sentences are copies from other pages."""
 _HEAD = """\
 # Marks of sentences that must be read twice, by package: `python -m tests.suite.language --write` lowers
 # a value to what was counted; no value may rise. `markers`: marker words in 1,000 words of docstrings and
@@ -136,7 +136,7 @@ def count(paths: Sequence[Path]) -> Count:
 
 
 def counts() -> dict[str, Count]:
-    """Return package -> its marks, and "src" for all of src."""
+    """Return package -> count of its marks; "src" has the count of all packages of src."""
     files = packages()
     found = {name: count(paths) for name, paths in files.items()}
     src = [path for name, paths in files.items() if name.startswith("src/") for path in paths]

@@ -1,4 +1,4 @@
-"""The command of a module that makes part of a page: it prints the part, or writes it into the page."""
+"""Command line of modules that make a part of a page: print the part, or write it into the page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def run_command(
     written: Callable[[str], str],
     shown: Callable[[], str],
 ) -> None:
-    """Run `python -m tests.suite.NAME`. `written`: old page text -> text with the part made anew;
-    `shown`: returns the text to print.
+    """Run `python -m tests.suite.NAME`. `written`: page text -> the text with the current part; `shown`:
+    returns the text to print.
     """
     parser = argparse.ArgumentParser(
         f"python -m tests.suite.{name}",

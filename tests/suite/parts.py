@@ -1,7 +1,7 @@
 """Parts of a run of the suite, and the pytest processes that run them.
 
-    live   tests that serve, wait or start processes  ┐ at the same time, each on all cores; no verdict
-    pure   tests that need only a processor           ┘ depends on how busy the machine is
+    live   tests that serve, wait or start processes  ┐ both run at the same time, on all cores; no
+    pure   tests that need only a processor           ┘ result depends on how busy the machine is
 
 Live tests wait more than they compute, so the pure tests run beside them.
 """
@@ -27,9 +27,9 @@ MAX_LIVE_WORKERS = 4
 SOME_FAILED, NOTHING_TO_RUN = 1, 5
 """pytest's exit codes for failed tests and for a run without tests."""
 END_S = 60.0
-"""Time that an interrupted part has to end its servers."""
+"""Seconds that an interrupted part has to end its servers."""
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-"""Removed from the environment: with it every worker would compile all tests anew."""
+"""Variable that is removed from the environment: with it every worker would compile all tests anew."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Running:
         return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> None:
-        """Interrupt it like Ctrl-C if it runs, and wait until it has ended its servers."""
+        """Interrupt the part as Ctrl-C does, if it runs, and wait until it has ended its servers."""
         if self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGINT)

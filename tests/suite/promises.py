@@ -1,4 +1,4 @@
-"""Promises of README and docs, and the test that holds each.
+"""Promises of README and docs, and the tests that check each.
 
     python -m tests.suite.promises            print the table
     python -m tests.suite.promises --write    write it into docs/testing.md
@@ -41,7 +41,7 @@ class Held:
 
 @functools.cache
 def held() -> tuple[Held, ...]:
-    """Return all marks, by file and line."""
+    """Return all marked promises, in order of file and line."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return tuple(one for path in files for one in _marks(path))
 
@@ -89,8 +89,7 @@ def _marks(path: Path) -> Iterator[Held]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         marks = [ast.unparse(one) for one in node.decorator_list]
-        # A mark on some parameters leaves the others in `make test`; a mark on the function leaves
-        # none.
+        # A mark inside `parametrize` leaves out only some cases, so `make test` still runs the test.
         own = [named.get(mark, mark) for mark in marks if "parametrize" not in mark]
         is_later = any(LATER.search(mark) for mark in (*own, named.get("pytestmark", "")))
         for decorator in node.decorator_list:

@@ -1,7 +1,7 @@
-"""Find names of files in docstrings and comments, and check that they exist.
+"""Find names of files in docstrings and comments, and check that the files exist.
 
 A name of a file is a path that begins with a folder of src/hadal or of the repository, such as
-`policy/eviction` or `runtime/transfer/kv.KvWire`; the part after a dot must stand in that file.
+`policy/eviction` or `runtime/transfer/kv.KvWire`; the file must contain the part after a dot.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ _FIRST = {path.name for path in (*_SRC.iterdir(), *ROOT.iterdir()) if path.is_di
 _NAME = re.compile(r"(?<![\w/.~*-])([a-z_][a-z0-9_]*(?:/[A-Za-z0-9_.-]+)+)(?![\w*-])")
 _SUFFIXES = ("", ".py", ".h", ".cpp", ".md", ".toml", ".yml", ".js", ".css", ".json", "-*.md")
 _NO_FILES = {"tokens/s", "bench/results"}
-"""A rate, and a folder that benches make."""
-"""A rate, and a folder that benches make."""
+"""Matches of _NAME that are no files of the repository: a rate, and a folder that benches make."""
 
 
 def unknown_names(path: Path) -> Iterator[tuple[int, str]]:

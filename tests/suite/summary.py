@@ -17,7 +17,7 @@ from tests.suite.events import Ended, Event, Selected, Used
 from tests.suite.folders import folder_of
 
 LEFT_FROM = 0.03
-"""Share of the work after which the remaining time is estimated."""
+"""Share of the work that must be done before the remaining time is estimated."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Summary:
         return ", ".join(texts), share
 
     def closing_line(self) -> str:
-        """Return the last line, which CI and people look for."""
+        """Return the last line of the run, with the numbers of passed, failed and skipped tests."""
         num_failed = self.outcomes["failed"] + self.outcomes["error"]
         return (
             f"{self.outcomes['passed']} passed, {num_failed} failed, "
@@ -106,7 +106,7 @@ class Summary:
         return table
 
     def table_processor(self, budget: Budget, loop_s: float) -> tuple[Table, list[str]]:
-        """Return processor time by folder beside the budget, and the folders far above it."""
+        """Return a table of processor time by folder, and the folders above SLACK times the budget."""
         table = Table("folder", "processor s", "units", "budget", title="Processor time")
         over = []
         for folder, seconds in sorted(self.folder_to_s.items(), key=lambda item: -item[1]):

@@ -51,7 +51,7 @@ class _WithoutTexts(ast.NodeTransformer):
 
 
 class _WithoutMessages(ast.NodeTransformer):
-    """Empties strings. Of an f-string the values and their number stay, in any order of the text around."""
+    """Empties strings. Of an f-string only the inserted values stay, in their order."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         return ast.Constant("") if isinstance(node.value, str) else node
@@ -62,7 +62,7 @@ class _WithoutMessages(ast.NodeTransformer):
 
 
 def _strings(tree: ast.AST) -> Iterator[str]:
-    """Yield the strings in the order of the code; an f-string is one string, as it is written."""
+    """Yield the strings in the order of the code; an f-string is one string, in source form."""
     if isinstance(tree, ast.JoinedStr):
         yield ast.unparse(tree)
     elif isinstance(tree, ast.Constant):
