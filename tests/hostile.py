@@ -1,4 +1,4 @@
-"""Files as an attacker or a failing disk might produce them: mutations of valid files, from a seed."""
+"""Mutations of valid files, drawn from a seed, such as an attacker or a failing disk might produce."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ MORE = LEVEL in ("more", "all")
 NUM_SEEDS = int(os.environ.get("HADAL_SEEDS", "20" if FULL else "5" if MORE else "0"))
 """Number of fresh seeds, besides the fixed ones, for a test that runs worlds."""
 EXAMPLES = {"all": 2000, "more": 200}
-"""Level -> examples of each property."""
+"""Level -> number of examples that hypothesis draws for each property test."""
 FEW_EXAMPLES = 20
 SLOW_S = 5.0
-"""A test that takes longer on a quiet machine has the mark `slow`, with its reason."""
+"""Seconds on a quiet machine above which a test has the mark `slow`, with a reason."""
 MARKS = (
     "more(why): left out of `make test`, run by `make test-more`",
     "full: sizes that take minutes; run by `make test-all` only",

@@ -70,7 +70,7 @@ LIVE = ("test_openai_client.py", "test_malformed.py", "test_handover.py", "test_
 TIMED = ("runtime", "gateway")
 """Rooms with tests that depend on clocks and start processes."""
 SLOWER = 5
-"""Factor on a test's time without a mutant after which it counts as hanging."""
+"""A test counts as hanging after SLOWER times its duration without a mutant."""
 START_S = 60.0
 """Seconds allowed for the rest of a pytest run, besides the tests."""
 LEARNING_S = 3600.0
@@ -287,14 +287,14 @@ class Trial:
         self._console.print(f"{now} {self._name}  {text}", markup=False, highlight=False)
 
     def _reach(self) -> dict[str, Any]:
-        """Return tests with times and executed mutants, and the mutants executed by files' fixtures."""
+        """Return the tests with their times and executed mutants, and the mutants executed by files' fixtures."""
         reach: dict[str, Any] = self._state.setdefault(
             "reach", {"learned": {}, "tests": {}, "files": {}}
         )
         return reach
 
     def _check_killers(self, copied: Copy, mutants: list[int]) -> list[int]:
-        """Return the mutants with a killer that exists here as well and passes without a mutant."""
+        """Return the mutants with a killer (a test that noticed it elsewhere) that passes here without mutants."""
         killers = {
             number: name
             for number, name in self._killers.items()

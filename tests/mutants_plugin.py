@@ -55,7 +55,7 @@ def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
         return (yield)
     finally:
         _files[_file(request._pyfuncitem.nodeid)].update(probe.taken())
-        for mutant in before:  # These hits belong to the test.
+        for mutant in before:  # Hits from before the fixture belong to the test.
             probe.hit(mutant)
 
 

@@ -163,7 +163,7 @@ def _again(place: Place) -> tuple[ast.Module, Function, ast.stmt, Put]:
 
 
 def _position(statement: ast.stmt) -> int:
-    """Return a number unique in a file: no two statements of a function begin at one character."""
+    """Return a number that is unique in a file, because no two statements begin at the same character."""
     return statement.lineno * 10_000 + statement.col_offset
 
 

@@ -35,7 +35,7 @@ class Need:
     """Command that gets the tool."""
     programs: tuple[str, ...] = ()
     is_any: bool = False
-    """True if one of the programs is enough."""
+    """True if one of `programs` is enough, False if all are needed."""
     as_root: bool = False
     also_in: str = ""
     """Pattern of folders to search besides PATH."""
@@ -74,7 +74,7 @@ NEEDS = {
         as_root=True,
     ),
 }
-"""Name -> tool. A test of something that only a trial reveals calls `leave_out` itself."""
+"""Name -> tool. A test that must try a tool to know if it works calls `leave_out` itself."""
 
 
 def leave_out(why: str, how: str) -> NoReturn:

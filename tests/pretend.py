@@ -47,7 +47,7 @@ class PretendTensor(Tensor):
 
 
 class _Mode(TorchFunctionMode):
-    """Mode that catches calls without a GPU tensor so far, such as `torch.zeros(3, device="cuda")`."""
+    """Mode that catches calls without a GPU tensor as argument, such as `torch.zeros(3, device="cuda")`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -217,7 +217,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 
 class _Stream:
-    """A stream or an event; queued work is already done."""
+    """A stream or an event. Work is done when it is queued, so there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = DEVICE

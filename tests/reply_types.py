@@ -74,7 +74,7 @@ LESS = {
     "ToolUseBlock": {"toolset_name"},
     "Usage": {"speed"},
 }
-"""Type -> fields of it that may be missing."""
+"""Type -> fields of that type that a reply may lack."""
 ECHOED = {("Response", "tools"), ("Response", "tool_choice"), ("ResponseItemList", "data")}
 """(type, field) in which a reply repeats its client's data."""
 

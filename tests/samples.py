@@ -102,7 +102,7 @@ def _spans(quote: str, text: str) -> Iterator[tuple[int, int]]:
 
 
 def stands_in(quote: str, text: str) -> bool:
-    """Return whether the text contains the quote."""
+    """Return whether the text contains the quote, with any white space between its words."""
     return quote == WHOLE or next(_spans(quote, text), None) is not None
 
 

@@ -36,7 +36,7 @@ def asked(server: Server, num_tokens: int, prompt: str = PROMPT) -> dict[str, An
 
 
 def complete(server: Server, num_tokens: int, prompt: str = PROMPT) -> str:
-    """Return a greedy completion."""
+    """Return the text of a greedy completion of `num_tokens` tokens."""
     body = asked(server, num_tokens, prompt)
     reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=2 * DEADLINE_S)
     assert reply.status_code == 200, reply.text
@@ -80,7 +80,7 @@ def events_of(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[
 
 @dataclass
 class Asked:
-    """Requests that a plain server has answered, to be sent to servers of every kind."""
+    """Requests to one path, and a plain server's answers, which every kind of server must give."""
 
     path: str
     bodies: list[dict[str, Any]]

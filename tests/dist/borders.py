@@ -38,7 +38,7 @@ EDGE = 1e-4
 probability. Kernels and the plain loop differ by about a tenth of this.
 """
 NOISE, NUM_NOISY = 1e-5, 16
-"""NOISE: relative noise on inputs of experts and router, about as rounding. NUM_NOISY: its draws."""
+"""NOISE: relative noise on inputs of experts and router, like rounding. NUM_NOISY: noisy copies of the weights."""
 COMPLETIONS = "/v1/completions"
 
 

@@ -52,7 +52,7 @@ def start_server() -> Iterator[StartServer]:
 
     `start_server("--api-key", "k", environment={}, decode={"kv_blocks": 9}, lease_s=5.0)`.
     Positional: options of `hadal serve`. Keywords: fields of the deployment. `wait=False`: return
-    at once.
+    before it is ready.
     """
     with starting() as start:
         yield start
@@ -103,7 +103,7 @@ def borrow(pool: Pool) -> Iterator[StartServer]:
 
 @pytest.fixture
 def mortal(pool: Pool) -> Iterator[StartServer]:
-    """Like `borrow`, for tests that end or freeze processes of a server that keeps running. The
+    """Yield a function that lends a server for tests that end or freeze some of its processes. The
     server is audited once all its processes run again, then lent to other such tests.
     """
     with _lending(pool, pool.give_back, is_mortal=True) as take:
@@ -112,7 +112,7 @@ def mortal(pool: Pool) -> Iterator[StartServer]:
 
 @pytest.fixture
 def ending(pool: Pool) -> Iterator[StartServer]:
-    """Like `mortal`, for a test that ends its server: an idle one of the pool, or a new one."""
+    """Yield a function that lends a server that the test ends: an idle one of the pool, or a new one."""
     with _lending(pool, pool.end, is_mortal=True) as take:
         yield take
 
@@ -125,5 +125,5 @@ def server(borrow: StartServer) -> Server:
 
 @pytest.fixture
 def ranked(borrow: StartServer) -> Server:
-    """Like `server`, with units of many ranks."""
+    """Return a shared server with several ranks per unit, for a test that leaves it unchanged."""
     return borrow(**RANKED)

@@ -89,16 +89,16 @@ def send_signal(process: subprocess.Popen[Any], number: int) -> None:
 
 
 class Host:
-    """One host of `Hosts`. Its first process's end kills all its other processes."""
+    """One host of `Hosts`. When its first process ends, the kernel kills all its other processes."""
 
     def __init__(self, number: int, switch: str, environment: Mapping[str, str]) -> None:
         self.number = number
         self.address = f"{NETWORK}.{number + 1}"
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         self.num_cpus = 0
-        """Cores of its Ray node."""
+        """Number of cores that the host's Ray node offers to units."""
         self.label = ""
-        """Label of its Ray node, "key=value"."""
+        """Label of the host's Ray node, "key=value"."""
         self.environment = dict(environment)
         """Environment of every process started on this host."""
         self._net = f"{switch}-{number}"
@@ -244,7 +244,7 @@ class Host:
 
     @property
     def has_ray(self) -> bool:
-        """True once its Ray node has started."""
+        """True once the host's Ray node has started."""
         return "Ray runtime started" in self.log("ray")
 
     def kill_ray(self) -> None:
@@ -286,7 +286,7 @@ class Host:
                 relay.wait(DEADLINE_S)
 
     def kill(self) -> None:
-        """Kill all processes of the host at once, like a power loss. `boot` starts it again."""
+        """Kill all processes of the host, as a power loss does. `boot` starts the host again."""
         assert self._init is not None
         os.kill(self._inner, signal.SIGKILL)
         wait_until(self._has_ended, f"host {self.number} has ended")
@@ -370,8 +370,8 @@ class Hosts:
         self.start_head(is_volatile=is_volatile)
 
         def are_up() -> bool:
-            """Keep the number of nodes that start at once small. Ray abandons a node that takes 30
-            s, a limit that cannot be set; such a node is started again.
+            """Return whether all nodes run; start a few more at a time. Ray abandons a node that takes
+            30 s to start, a limit that cannot be set; such a node is started again.
             """
             for host in self.hosts:
                 self.keep_ray_node(host)

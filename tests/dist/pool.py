@@ -26,11 +26,11 @@ from tests.dist.serving import Server, finish, launch, metric
 from tests.waiting import Hang, wait_until
 
 MAX_IDLE = 2
-"""Idle servers that a process keeps besides a plain one. Each is a tree of at least five processes."""
+"""Maximum number of idle servers per pytest process, besides a plain one. Each has at least five processes."""
 AUDIT_S = 60.0
-"""Time within which a test's leftovers are freed: a disconnect is noticed at the request's next token."""
+"""Seconds within which a returned server must be clean: a disconnect is noticed at the next token."""
 ALIVE = ("ready", "resting")
-"""Phases of processes that run or need not run."""
+"""Phases of processes that run, or that rest and need not run."""
 OUTPUT_TOKENS = "hadal_output_tokens_total"
 
 
@@ -50,7 +50,7 @@ class Pooled:
     folder: Path
     api_key: str
     gateways: dict[str, int]
-    """Gateway name -> pid at the start. A killed gateway's count is lost: no comparison is made."""
+    """Gateway name -> pid at the start. If one was replaced, its token count is lost and not compared."""
     pids: dict[str, int]
     is_mortal: bool
     """True if tests end its processes and others replace them."""

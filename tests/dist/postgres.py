@@ -30,7 +30,7 @@ class Postgres:
     _user: str | None
 
     def stop(self) -> None:
-        """Stop at once, like a crash: the server recovers from its log at the next start."""
+        """Stop without a shutdown, as a crash does: the server recovers from its log at the next start."""
         self._call("pg_ctl", "stop", "-D", str(self._folder / "data"), "-m", "immediate", "-w")
 
     def start(self) -> None:

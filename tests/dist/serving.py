@@ -1,5 +1,5 @@
-"""`hadal serve` as users start it: a tree of processes, observed from outside, that must end
-without a trace.
+"""`hadal serve` for tests: a tree of processes that is observed from outside and must leave no process
+and no shared memory behind.
 """
 
 import os
@@ -44,13 +44,13 @@ RANKED: dict[str, Any] = {
         "redundant_experts": 32,
     },
 }
-"""Fields for units of many ranks. A step that a gate or a busy machine delays is not broken off."""
+"""Fields for units of several ranks. The collective timeout is long, so that a held or slow step does not fail."""
 
 
 FORMED = re.compile(
     r"^\S+ (\S+) .*formation (\d+) done in (\d+\.\d+) s with ranks (\d+(?:, \d+)*)", re.M
 )
-"""Unit, formation, seconds and ranks in a line of a server's log."""
+"""Matches unit, formation number, seconds and ranks in a log line about a formed unit."""
 _NOTICED = re.compile(r"^\S+ (\S+)\.(\d+) .*rank (\d+) is lost", re.M)
 
 
@@ -67,7 +67,7 @@ class Server:
     folder: Path
     log_path: Path
     gate: Gate
-    """Gate for its units' steps; without effect in a server that was not forked."""
+    """Gate for the steps of the units; without effect in a server that was not forked."""
     seen_pids: set[int] = field(default_factory=set)
 
     def status(self) -> Status:
@@ -92,7 +92,7 @@ class Server:
         return {name: process.pid for name, process in self.status().processes.items()}
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to one of its processes; return the pid."""
+        """Send a signal to the process with this name; return its pid."""
         pid = self.pids()[name]
         assert pid, f"{name} does not run"  # kill(0) would signal the test's own group.
         os.kill(pid, number)

@@ -1,5 +1,5 @@
-"""/v1/messages and /v1/responses of a running server give the tokens of /v1/chat/completions. Their
-costs, disconnects and counts are the same too.
+"""/v1/messages and /v1/responses of a running server give the tokens of /v1/chat/completions, count
+the same usage, charge the same, and free their blocks if the client disconnects.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from tests.dist.postgres import postgres
 from tests.waiting import DEADLINE_S, join
 
 MEANWHILE_S = 0.2
-"""Time in which the other store may try an operation that a lock blocks."""
+"""Seconds for which the other store may try an operation that a lock may block."""
 NUM_LINES = 4
 ENDPOINT = "/v1/chat/completions"
 LATE = b'"response":null,"error":{}'

@@ -1,9 +1,9 @@
 """The KV cache changes when a token arrives, never which one: greedy answers equal the plain
 loop's, wherever KV came from.
 
-Tested: cache off, in memory, on disk, both, after restarts, under eviction, with every kind of
-hand-over, for one rank and for two. The cache must also be used: the cached tokens in a reply's
-usage equal the found blocks and the sums of the metrics.
+Tested: cache off, in memory, on disk, both, after restarts, under eviction, with every KV transport,
+for one rank and for two; most cases only at `HADAL_LEVEL=all`. The cache must also be used: the
+cached tokens in a reply's usage equal the found blocks and the sums of the metrics.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Drafts (speculative decoding) change when tokens arrive, never which: a server with drafts
-answers like one without. Tested for all sampling, with and without ranks, after kills, preemption
-and moves, with KV from memory and from disk. The share of right drafts is as expected, wherever a
-prompt's KV came from.
+answers like one without. Tested for all kinds of sampling, on one rank and on several, and after
+kills. The share of right drafts is as expected, wherever a prompt's KV came from.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def ways_of(num_ranks: int) -> tuple[Way, ...]:
             every[4],
             every[11],
         )  # Each schedule, both modes, with and without replicas.
-    # Each value of each field, once per schedule.
+    # Each schedule, both modes with and without replicas, and a single micro-batch.
     return (every[0], every[4], every[8], every[9], Way(mode="low_latency", num_micro_batches=1))
 
 

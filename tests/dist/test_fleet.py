@@ -29,7 +29,7 @@ FLEET: dict[str, Any] = {
 SLOW = {**FLEET, "decode_tokens_per_s": 0.01}
 """Fleet configuration with which any load is too much for one unit."""
 HEARTBEAT_S = 0.1
-"""Interval at which the fleet receives the demand. It forgets demand after 15 intervals."""
+"""Seconds between two reports of the demand to the fleet, which forgets demand after 15 samples."""
 
 
 def phase(server: Server, name: str) -> str:

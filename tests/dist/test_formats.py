@@ -131,8 +131,8 @@ def test_a_rank_and_a_leader_that_are_killed(
 
 @SERVED
 def test_preemption(borrow: StartServer, server: Server) -> None:
-    """Each of four answers needs four blocks, two are decoded before a step is done, and the pool
-    has four blocks besides the scratch block.
+    """Each of four answers needs four blocks, and the pool has four besides the scratch block. The gate
+    holds decode until two answers are there, so one must be preempted.
     """
     schemas = [
         {"type": "array", "items": items, "minItems": MAX_TOKENS}  # An item has at least one token.

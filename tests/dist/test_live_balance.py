@@ -36,7 +36,7 @@ STAGING = (
     r"^\S+ {unit} .*MoE layer (\d+): staging begins after step (-?\d+); replicas to move:"
     r" ([1-9]\d*)"
 )
-"""Lines of a leader's log. FLIPPED: a complete installation. STAGING: a start that moves replicas."""
+"""Patterns of lines of a leader's log. FLIPPED: new experts of a layer are in use. STAGING: their transfer begins."""
 UNIT = "decode-0"
 LABEL = f'unit="{UNIT}"'
 NUM_CLIENTS = 20

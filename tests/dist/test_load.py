@@ -30,7 +30,7 @@ MOST_AT_ONCE = 20
 NUM_REQUESTS, NUM_FIRST = (500, 150) if FULL else (300, 100)
 CONCURRENCY = 64
 MAX_GROWTH = 1.10
-"""Largest ratio of resident memory after the load to that after a first round of it."""
+"""Largest allowed resident memory after the load, as a multiple of the memory after a first, smaller load."""
 
 
 async def load(

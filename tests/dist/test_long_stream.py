@@ -14,7 +14,7 @@ NUM_TOKENS = 3500
 NUM_HOLDS = 20
 STEPS_A_HOLD = 100
 HELD_S = 46.0
-"""Seconds between two holds: less than the timeout, and 15 minutes in total."""
+"""Seconds for which the gate holds the stream each time: less than the timeout of 60 s; 15 minutes in all."""
 
 
 @pytest.mark.full

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.more("tests of the model hold sparse attention, parted 
 MAX_TOKENS = 32
 LENGTHS = (30, 50, 112, 230, 118, 300)
 LENGTHS = (*LENGTHS, 100, 180, 40, 105) if FULL else LENGTHS
-"""Prompt lengths, all above index_topk (16); half of the prompts fill their last block while answering."""
+"""Prompt lengths in tokens, all above index_topk (16); all but the first fill a block while answering."""
 NOISE = 1e-5
 NUM_NOISY = 3
 NUM_GROWING, NUM_BLOCKS = 30, 4

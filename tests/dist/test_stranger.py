@@ -1,10 +1,8 @@
-"""A stranger on the same host, with its own account, attacks a server that answers requests
-meanwhile.
+"""An attacking process with another account of the same host, while the server answers requests.
 
-The stranger has all public facts: every port (/proc/net/tcp), every name in shared memory, run,
+The attacker has all public facts: every port (/proc/net/tcp), every name in shared memory, run,
 ranks, epochs, generation, and the protocols. It lacks the secret. It must read nothing, be refused
-on every connection, and disturb no request. Without root it cannot be another user, and runs as one
-of our processes without the secret.
+on every connection, and disturb no request. If the tests are not run by root, it has their account.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ NUM_TOKENS = 60
 
 
 def wait_replaced(server: Server, name: str, old_pid: int) -> None:
-    """Wait until the supervisor has noticed the end."""
+    """Wait until the supervisor has noticed that the process ended."""
     wait_until(lambda: server.pids()[name] != old_pid, f"the end of {name} was noticed")
 
 
@@ -237,7 +237,7 @@ def test_every_line_of_a_json_log_is_an_object(json_server: Server) -> None:
 )
 @pytest.mark.promise("the fork server removes its run folder and shared memory at once")
 def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
-    """Started like a user's shell does, which is slower."""
+    """The server is started in a new interpreter, as a user does, which is slower than a fork."""
     server = start_server(is_plain=True)
     assert complete(server, NUM_TOKENS)
     pids = list(server.pids().values())
@@ -253,7 +253,7 @@ def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: Sta
 
 @pytest.mark.promise("Running streams finish, new requests get 503, then everything ends.")
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(ending: StartServer) -> None:
-    """Sent with another signal, as make passes on what its whole group got: both count as one."""
+    """SIGINT comes with SIGTERM, as when make forwards a signal that its group got: both count as one."""
     server = ending()
     undisturbed = complete(server, NUM_TOKENS)
     url, body = server.url, asked(server, 5)
@@ -311,8 +311,8 @@ def test_a_damaged_checkpoint_ends_it_with_the_files_name(
 @pytest.mark.more("it waits 10 s for a line of the log")
 @pytest.mark.slow("a start is told of every 10 s")
 def test_a_start_that_compiles_kernels_says_so(start_server: StartServer, tmp_path: Path) -> None:
-    """The compiler is slow, then fails (for the second unit at once). The waiting processes and the
-    reason are logged every 10 s.
+    """The compiler is slow and then fails; the second unit's compilation fails immediately. The waiting
+    processes and the reason are logged every 10 s.
     """
     compiler = tmp_path / "slow-c++"
     compiler.write_text(

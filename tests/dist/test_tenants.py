@@ -1,5 +1,5 @@
-"""Attacks of one tenant on a live server: another tenant's requests are all answered, none waits
-forever. `python -m bench.attacks` measures the cost in time.
+"""Attacks of one tenant on a live server: all of another tenant's requests are answered before their
+deadline. `python -m bench.attacks` measures by how much they slow down.
 """
 
 from __future__ import annotations

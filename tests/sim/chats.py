@@ -1,4 +1,4 @@
-"""Chats of several turns under shared system prompts, of two tenants, with too few blocks."""
+"""Worlds with chats of several turns: two tenants, shared system prompts, and too few blocks."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def add_chats(world: World, random: Random) -> None:
             of = {"salt": salt, "num_public": num_public}
             generation = Generation(f"c{chat}t{turn}", text, (), most, (), 0, sampling, 0, **of)
             world.submit_at(at_s, generation, longest - len(text))
-            # Once more, cut to whole blocks.
+            # The same prompt again, cut to whole blocks.
             if len(text) >= BLOCK_TOKENS and random.random() < 0.2:
                 num_tokens = len(text) // BLOCK_TOKENS * BLOCK_TOKENS
                 again = msgspec.structs.replace(

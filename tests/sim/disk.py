@@ -27,11 +27,11 @@ class DiskFaults:
     """Rates of disk faults."""
 
     load_rate: float = 0.0
-    """Share of blocks that cannot be read."""
+    """Share of read blocks at which the read fails."""
     damage_rate: float = 0.0
-    """Share of blocks with damaged content."""
+    """Share of read blocks with damaged content, which fails the read, too."""
     store_rate: float = 0.0
-    """Share of blocks that cannot be written."""
+    """Share of blocks that a write does not store."""
     drop_rate: float = 0.0
     """Share of reads before which some block leaves the folder."""
     slow_rate: float = 0.0
@@ -72,12 +72,12 @@ class SimDisk:
         self._watchers: list[_Watcher] = []
 
     def watch(self, tell: Callable[[DiskNews], None]) -> None:
-        """Call `tell` with the blocks of the folder, and from then on with changes."""
+        """Call `tell` with the blocks of the folder, and later with each change."""
         self._watchers.append(_Watcher(tell))
         self._changed()
 
     def delay_s(self, num_blocks: int) -> float:
-        """Return how long a read or write of `num_blocks` takes."""
+        """Return the seconds that a read or write of `num_blocks` blocks takes."""
         if self._random.random() < self.faults.slow_rate:
             return self.faults.slow_s * self._random.random()
         return self._random.uniform(0.0, 0.004 + 0.001 * num_blocks)

@@ -81,7 +81,7 @@ def draw_token(
 
 
 def expected_output(generation: Generation) -> list[int]:
-    """Return the output of a request that runs alone."""
+    """Return the output of a request, computed without blocks, steps or other requests."""
     prompt, output = generation.prompt, list(generation.output)
     state = state_of(np.concatenate([cells_of(prompt, 0), cells_of(output, len(prompt))]))
     while len(output) < generation.max_tokens:
@@ -237,7 +237,7 @@ class DecodeEngine:
         self._row_share = row_share
         self._rows: dict[int, _Row] = {}
         self._lost_slots: set[int] = set()
-        """Slots lost by a failed step. Plans made before the leader receives it use them."""
+        """Slots lost by a failed step. Plans made before the leader receives the failure still use them."""
         self._num_failures = 0
 
     def empty(self) -> None:
@@ -259,7 +259,7 @@ class DecodeEngine:
             # After a failed step the leader empties every slot, once.
             self._num_failures -= 1
         else:
-            # The leader has the same table, but may not have received yet what a failed step lost.
+            # The leader's table may only differ in slots that a failed step lost.
             assert not strangers, f"slots {strangers} leave and are not there"
         if error is not None:
             self._num_failures += 1
@@ -331,8 +331,8 @@ class DecodeEngine:
         """Return the tokens of a pass (one, and one per right draft) and how many were checked."""
         room = len(row.block_ids) * BLOCK_TOKENS
         if row.length >= room:
-            # The request's end was drawn a plan ago. What a rank writes now goes to its scratch
-            # block, and the token is not used: a client's check fails if it is.
+            # The request ended in the plan before. A rank now writes to its scratch block, and the
+            # token must not be used: a client's check fails if it is.
             row.length += 1
             return [VOCAB - 1], 0
         checked = row.drafts[: max(0, room - 1 - row.length)]

@@ -54,7 +54,7 @@ class Traffic:
     """Balance of every step: mean over maximum of the ranks' tokens, averaged over layers."""
     known: Placement | None = None
     turns: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=list)
-    """Replicas of each expert in the placement `known`, by layer."""
+    """Slots and number of replicas of each expert in the placement `known`, one entry per layer."""
 
     def deal(self, placement: Placement, num_members: int) -> NDArray[np.int64]:
         """Draw a step's tokens and deal them to replicas in turn [L, R, S]."""
@@ -84,7 +84,7 @@ class SimExperts:
     rank: int
     placement: Placement | None = None
     staged: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """layer -> (stage id, slots)"""
+    """Layer -> (stage id, expert of each slot)."""
     counts_LS: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     num_flips: int = 0
     num_moved: int = 0
@@ -101,7 +101,7 @@ class SimExperts:
     def stage(
         self, plan: StagePlan, holders: Callable[[int], SimExperts | None]
     ) -> tuple[int, int]:
-        """Stage the layer's future experts; return the numbers of replicas (from ranks, read)."""
+        """Stage the layer's next experts; return numbers of replicas (from other ranks, from the checkpoint)."""
         assert self.placement is not None
         own = self.placement.slot_to_expert_LRS[plan.layer, self.rank].tolist()
         assert tuple(own) != plan.slot_to_expert, "a rank whose slots stay is sent nothing"
@@ -137,7 +137,7 @@ class SimExperts:
         self.num_flips += 1
 
     def digest(self) -> tuple[bytes, bytes]:
-        """Return a value that is equal on ranks that send each other tokens for the same slots."""
+        """Return placement and weights as bytes, which must be equal on all ranks of a step."""
         assert self.placement is not None
         return self.placement.to_bytes(), self.placement.weights_bytes()
 

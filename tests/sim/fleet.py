@@ -44,7 +44,7 @@ class FleetFaults:
 
     start_fail_share: float = 0.0
     lost_share: float = 0.0
-    """Share of lost messages between front and fleet, except those about units' lives."""
+    """Share of lost messages between front and fleet, except UnitUp and UnitDown."""
     drain_death_share: float = 0.0
     """Share of drains in which the unit dies a little later."""
 
@@ -75,7 +75,7 @@ class FleetWorld(World):
         self.num_forced = 0
         """Number of units stopped while they had requests, because their drain had timed out."""
         self._asked: set[str] = set()
-        """Units that were asked for: their process should exist."""
+        """Units that the fleet has requested; each must have a process."""
         self._wake_number = 0
         super().__init__(
             seed, config, max_context=max_context, pool_blocks=pool_blocks, faults=faults, **options
@@ -145,7 +145,7 @@ class FleetWorld(World):
         return with_fleet
 
     def _perhaps(self, action) -> None:  # type: ignore[no-untyped-def]
-        """Run an action late; it may be lost or done twice."""
+        """Run an action after a delay; it may be lost or run twice."""
         for _ in range(2 if self.random.random() < self.faults.duplicate_rate else 1):
             if (
                 self.random.random() >= self.fleet_faults.lost_share
@@ -228,7 +228,7 @@ class FleetWorld(World):
             self.clock.after(self.random.uniform(0, 0.3), lambda: self.kill_unit(message.unit))
 
     def is_at_rest(self) -> bool:
-        """Return whether nothing is asked for: the floor is up, and all other nodes are offered."""
+        """Return whether only the smallest fleet is up, and all other nodes are offered to other jobs."""
         rules, counts = self.fleet.rules, self.fleet.counts()
         num_free = rules.num_nodes_max - rules.num_nodes(rules.floor)
         return counts[UnitState.UP] == rules.floor and self.num_offered == num_free

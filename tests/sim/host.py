@@ -50,11 +50,11 @@ class Host:
         self.role = role
         self.is_alive = True
         self.is_stuck = False
-        """True if the process lives and does nothing."""
+        """True if the process is alive and handles no event."""
         self.life = 0
         self.starving = Starving()
         self.check_every = 1
-        """Events between two checks of the role. A check's time grows with the role's state."""
+        """Number of events per check of the role: a check takes longer, the more state the role has."""
         self._num_unchecked = 0
         self._late: deque[Event] = deque()
         """Events that arrived while the process had no processor."""
@@ -73,13 +73,13 @@ class Host:
         self._wake_number = 0
         self._disk = disk
         self._disk_free_s: dict[type, float] = {}
-        """Effect type (read or write) -> time at which all of its kind so far are done."""
+        """Effect type (read or write) -> time at which all effects of that type so far are done."""
 
     def start(self) -> None:
         self._apply(self.role.start(self._clock.now()))
 
     def handle(self, event: Event) -> None:
-        """Give an event to the role; a dead or stuck process drops it."""
+        """Pass an event to the role; a dead or stuck process drops it."""
         if not self.is_alive or self.is_stuck:
             return
         runs_s = self.starving.next_s(self.name, self._clock.now())

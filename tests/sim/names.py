@@ -1,4 +1,4 @@
-"""The meaning of every block name in a world: its cells, its weights, its text's owner."""
+"""Expected content of every block name in a world: its KV cells, and the salt of its tenant."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Names:
         return chain
 
     def verify(self, name: bytes, cells: Cells) -> None:
-        """Raise unless these are the cells of that name."""
+        """Raise AssertionError unless these are the cells of that name."""
         expected = self._cells.get(name)
         assert expected is not None, "a name that no text has"
         assert np.array_equal(expected, cells), "a block is not what its name says"

@@ -54,7 +54,7 @@ class Fabric:
         self._arrived: dict[Key, dict[int, SimCompute]] = {}
 
     def arrive(self, compute: SimCompute, key: Key) -> None:
-        """Let a compute thread wait for its peers. Once all are there, let them complete."""
+        """Let a compute thread wait for its peers; complete the step once all have arrived."""
         arrived = self._arrived.setdefault(key, {})
         arrived[compute.rank] = compute
         for ident in compute.members.items():
@@ -105,7 +105,7 @@ class Fabric:
         return tuple(sorted(compute.members.keys() - self._arrived.get(key, {}).keys()))
 
     def leave(self, compute: SimCompute, key: Key) -> None:
-        """Remove a compute thread that broke off in the middle. Its waiting peers go on waiting."""
+        """Remove a compute thread that aborted its step. Peers that wait for it continue to wait."""
         arrived = self._arrived.get(key)
         if arrived is not None and arrived.pop(compute.rank, None) is not None and not arrived:
             del self._arrived[key]
@@ -152,13 +152,13 @@ class SimCompute:
         self.num_ops = 0
         self.is_computing = False
         self.is_hung = False
-        """True if its next op never ends."""
+        """True if the thread's next op never ends."""
         self.is_stopped = False
         self.lost: tuple[int, ...] = ()
         self.experts = SimExperts(rank)
         self.waits = HostWaits()
         self.arrived_s = 0.0
-        """Time at which it last reached a meeting point."""
+        """Time at which the thread last reached a meeting point."""
         self._fabric = fabric
         self._clock = fabric.clock
         self._random = fabric.random
@@ -189,7 +189,7 @@ class SimCompute:
     def _break_off(self, plan: StepPlan | FormPlan) -> None:
         if self._running is not plan or self.is_stopped:
             return
-        if not isinstance(plan, FormPlan) and self._random.random() < 0.5:  # It had written.
+        if not isinstance(plan, FormPlan) and self._random.random() < 0.5:  # The step wrote its KV.
             self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
         self._fail("PeerLost: aborted")
 
@@ -247,7 +247,7 @@ class SimCompute:
         return frozenset(self.members.items()), self.formed_generation, step_id
 
     def complete_soon(self, key: Key, wait_s: float) -> None:
-        """Complete the plan soon. All members are there; after `wait_s` their messages are, too."""
+        """Complete the plan after `wait_s`, when the messages of all members have arrived."""
         plan = self._running
         assert plan is not None
         assert self._key(plan) == key, "it came to a step that it does not run"

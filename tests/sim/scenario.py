@@ -14,7 +14,7 @@ from tests.sim.world import CALM, RESTARTED, Faults, World
 
 RANK_TIMEOUT_S = 1.5
 ENDLESS = LimitsConfig(max_retries=10_000, request_timeout_s=4000.0)
-"""Limits so high that every request ends by itself."""
+"""Limits that no request reaches, so that each ends by its own stop or length."""
 
 
 def deployment(**fields: Any) -> Deployment:
@@ -127,7 +127,7 @@ def add_clients(world: World, random: Random) -> None:
 
 
 def pressured_world(seed: int) -> World:
-    """Return a world of requests that fit on arrival and not later: constant preemption, pulls."""
+    """Return a world of requests that fit on arrival and outgrow the pool: constant preemption and pulls."""
     random = Random(f"pressure {seed}")
     config = deployment(
         chunk_tokens=64,

@@ -9,7 +9,7 @@ from zlib import crc32
 
 @dataclass(frozen=True)
 class Starving:
-    """Overload of a host. `apart_s`: longest time between two slices; it varies by process name."""
+    """Overload of a host from `from_s` to `to_s`. `apart_s`: longest time between two slices of a process."""
 
     from_s: float = math.inf
     to_s: float = math.inf
@@ -24,7 +24,7 @@ class Starving:
         if not self.from_s <= now_s < self.to_s:
             return now_s
         period_s = self.apart_s * (0.5 + crc32(name.encode()) / 2**33)
-        # Rounded down a little, or rounding errors could begin the same slice again and again.
+        # The 1e-6 keeps rounding errors from beginning the same slice again and again.
         return min(
             self.to_s, self.from_s + math.ceil((now_s - self.from_s) / period_s - 1e-6) * period_s
         )

@@ -28,9 +28,9 @@ from tests.sim.swarm_scene import FAULTS, FEATURES, Scene, draw
 from tests.sim.swarm_world import SwarmWorld
 
 LIMIT_S = 200.0
-"""Simulated seconds within which all faults, and all requests behind them, end."""
+"""Simulated seconds within which all faults end, and then all requests."""
 FLEET_LIMIT_S = 900.0
-"""LIMIT_S of a world with a fleet: a forgotten start is noticed after ten minutes."""
+"""Simulated seconds instead of LIMIT_S with a fleet: a lost start is noticed after ten minutes."""
 WALL_S = 300
 """Real seconds after which the stack is shown, for a role that loops for ever within one event."""
 SUMMED = ("moves", "preemptions", "faults")
@@ -68,7 +68,7 @@ def run(scene: Scene) -> tuple[SwarmWorld, Counter[str]]:
         try:
             world.run_to_the_end(FLEET_LIMIT_S if world.has_fleet else LIMIT_S)
             if world.has_fleet:
-                # A unit that the fleet starts late may still be sent messages for its last life.
+                # A unit that starts late may still receive messages for its process before.
                 world.clock.run(
                     world.clock.now() + FLEET_LIMIT_S,
                     lambda: world.is_at_rest() and world.is_over(),
@@ -114,7 +114,7 @@ def run_all(seeds: Iterable[int]) -> Found:
 
 
 def shrink(seed: int) -> frozenset[str]:
-    """Return the features and faults without which the seed still fails."""
+    """Return features and faults that can be off together while the seed still fails."""
     out: frozenset[str] = frozenset()
     for name in (*FAULTS, *FEATURES):
         if name in draw(seed).on and _fails(draw(seed, out | {name})):
@@ -136,7 +136,7 @@ def _batches(first: int, num: int) -> Iterator[range]:
 
 
 def run_many(first: int, num: int, jobs: int, console: Console) -> Found:
-    """Run `num` seeds from `first` on, in `jobs` processes. Print failing seeds at once."""
+    """Run `num` seeds from `first` on, in `jobs` processes. Print a failing seed when it fails."""
     found = Found()
     columns = (
         TextColumn("{task.description}"),

@@ -1,10 +1,10 @@
 """Owners of a unit's KV blocks, derived from what its leader receives and returns: plans, pulls,
 reads, writes, Freed.
 
-    effect     a block passes to a request with the first Pull, plan or read that writes it
-    Filled     and to the cache, if the request that ends has filled it
-    Freed      and has no owner any more
-    between    it has no other owner, and is not Freed while a plan, copy, read or write under way uses it
+    effect     the first Pull, plan or read that writes a block gives it to a request
+    Filled     a block that an ending request has filled passes to the cache
+    Freed      a block has no owner from here on
+    between    a block has one owner, and is not Freed while a plan, copy, read or write under way uses it
 
 Independent of the leader's ledgers, so an error in one of them, or in their checks, does not hide
 here. Slots are counted by requests with written blocks: a rank never has more of them than slots.
@@ -36,7 +36,7 @@ from hadal.roles.prefill.leader import PrefillLeader
 RankBlock = tuple[int, int]
 """(rank, block)."""
 KEPT = "kept"
-"""Holder of blocks of answers that prefill may copy."""
+"""Owner of blocks of ended answers, which prefill may copy."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class BlockWatch:
-    """Block owners in one life of a leader. `keeps_some`: a cache may keep blocks of no request."""
+    """Block owners in one life of a leader. `keeps_some`: a cache may own blocks."""
 
     unit: str
     num_slots: int
@@ -66,7 +66,7 @@ class BlockWatch:
     seen: Counter[str]
     _holders: dict[RankBlock, Hashable] = field(default_factory=dict)
     _held: Counter[tuple[int, Hashable]] = field(default_factory=Counter)
-    """(rank, owner) -> number of its blocks."""
+    """(rank, owner) -> number of the owner's blocks on that rank."""
     _rows: dict[int, dict[int, _Row]] = field(default_factory=dict)
     """Rank -> (slot -> row): a decode unit's tables after the last plan."""
     _prompts: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class BlockWatch:
                 self._begin((BlocksStored, store_id), rank, block_ids, f"write {store_id}")
 
     def _forget(self, request_id: str) -> None:
-        """Drop a prompt that will not be continued, whenever its slot is freed."""
+        """Drop a prompt that will not be continued; its slot may be freed earlier or later."""
         for prompts in self._prompts.values():
             prompts.pop(request_id, None)
 
@@ -247,7 +247,7 @@ class BlockWatch:
         )
         self._count_slots(rank, prompts)
         for chunk in chunks:
-            # Blocks before it may have other owners, too: many requests share a prefix.
+            # Blocks before the chunk may also belong to other requests, which share the prefix.
             first = chunk.start // BLOCK_TOKENS
             self._claim(rank, chunk.block_ids[first:], chunk.request_id)
         return [block for chunk in chunks for block in chunk.block_ids]

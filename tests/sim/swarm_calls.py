@@ -80,7 +80,7 @@ class Sink:
 
 
 def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[int, bool]:
-    """Count tokens up to the first stop behind the first `first`; also return if there is one."""
+    """Return (number of tokens up to the first stop after the first `first` tokens, whether there is one)."""
     text = "".join(LETTERS[token] for token in tokens)
     for num in range(first + 1, len(tokens) + 1):
         if any(stop in text[first:num] for stop in stops):
@@ -89,7 +89,7 @@ def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[
 
 
 class Call:
-    """The gateway's part of one request. `books`: the accounting of one life of the gateway."""
+    """The gateway's part of one request. `books`: the accounting of one gateway process."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Call:
         self.clients = clients
         self.stops = stops
         self.end = ""
-        """End: "200", "cancelled", an error status, "lost" with its gateway, or "" while open."""
+        """End of the call: "200", "cancelled", an error status, or "lost" with its gateway; "": open."""
         self.error = ""
         self.mailbox = Mailbox(cast("Any", None))  # No task waits in it: no event loop.
         self.mailbox.open_ids = {one.request_id: index for index, one in enumerate(versions)}
@@ -237,7 +237,7 @@ class Call:
             assert fact.end in ("stop", "length"), f"{name}: {fact.end}"
             assert not stopped or fact.end == "stop", f"{name}: {fact.end}"
         else:
-            # A choice may have ended before its request; a letter that was not read is not billed.
+            # A choice may have ended before its request. Tokens after that must not be billed.
             assert fact.end in (self.end, "stop", "length"), f"{name}: {fact.end}, not {self.end}"
         due = self._books._prices.charge(
             micros(fact.completed_s), fact.tokens_hit, fact.tokens_miss, fact.tokens_out

@@ -1,6 +1,6 @@
-"""Invariants of every policy's decisions: capacities, order, conservation.
+"""Invariants of the policies' decisions: capacities, order, conservation.
 
-While `guarded()` is open, it checks policies where the roles call them.
+Within `with guarded():`, every decision of these policies that a role asks for is checked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NEAR = 1e-6
 def check_place(
     ranks: list[int], view: DecodeRanksView, arrivals: Sequence[Arrival], **_: Any
 ) -> None:
-    """Check that placed requests fit, and are the first arrivals in order."""
+    """Check that placed requests fit, and that they are the oldest arrivals."""
     assert len(ranks) <= len(arrivals)
     rows = {rank: row for row, rank in enumerate(view.ranks.tolist())}
     used, requests = view.num_blocks_used.copy(), view.num_requests.copy()
@@ -78,7 +78,7 @@ def check_moves(
 
 
 def check_victims(slots: list[int], holders: Sequence[HolderView], num_blocks_missing: int) -> None:
-    """Check that the latest of each tenant go, batches first; one stays; no more go than needed."""
+    """Check the preempted requests: batches first, each tenant's latest first, no more than needed, never all."""
     by_arrival = sorted(holders, key=lambda holder: -holder.arrival)
     kinds = [is_batch(next(one.tenant for one in holders if one.slot == slot)) for slot in slots]
     assert kinds == sorted(kinds, reverse=True), "those of batches go first"
@@ -100,7 +100,7 @@ def check_cut(
     limits: StepLimits,
     cached: Sequence[Any] = (),
 ) -> None:
-    """Check that prompts start once, in order, where they fit, and end within their length."""
+    """Check that prompts start once, in order and where they fit, and that no chunk exceeds its prompt."""
     starts = sorted(index for of_rank in cut.ranks for index in of_rank.starts)
     assert starts == list(range(len(starts))), f"prompts {starts} of {len(waiting)} start"
     views = {view.rank: view for view in ranks}
