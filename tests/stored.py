@@ -13,8 +13,8 @@ BLOCK = 128
 
 
 def stored(values_NK: Tensor, kind: str = "fp32") -> Matrix:
-    """Return the matrix in this form; `dense()` returns the values after its loss."""
-    if kind.startswith("fp32"):  # Rounding: converted, since its scales had other blocks.
+    """Return the matrix in this form; its `dense()` returns the values with the form's loss of precision."""
+    if kind.startswith("fp32"):  # Rounded inputs: like weights with scales of other blocks.
         return Matrix(values_NK, is_rounding_inputs=kind != "fp32")
     if kind == "bf16":
         return Matrix(values_NK.bfloat16())

@@ -12,7 +12,7 @@ from tests.suite import promises
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES, MOST_CHARACTERS = 6, 120
-"""Lines of a paragraph; characters of a line outside tables and code."""
+"""Maximum lines of a paragraph, and maximum characters of a line outside tables and code."""
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHAPED = [*PAGES, ROOT / "LOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 

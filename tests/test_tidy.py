@@ -125,9 +125,7 @@ LAZY: dict[str, set[str]] = {
 
 CODE = ("src", "tests", "train", "bench", "evals", "examples")
 MAX_FUNCTION_LINES = dict.fromkeys(CODE, 70) | {"bench": 90, "tests": 90}
-"""Folder -> most lines of a function's body with its docstring; a signature may be long. Tests may
-be longer.
-"""
+"""Folder -> maximum lines of a function's body with its docstring; the signature does not count."""
 MAX_UNDOCUMENTED_LINES = 8
 """Longest public function or class that needs no docstring."""
 

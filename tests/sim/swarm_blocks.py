@@ -118,7 +118,7 @@ class BlockWatch:
                 self.seen["answers gone before they were copied"] += is_answer and error is not None
             case BlocksRead(read_id):
                 over = self._others.pop((BlocksRead, read_id), None)
-                # The read no longer owns its blocks; any prompt may compute those that it failed to read.
+                # The read no longer owns its blocks; any prompt may compute the blocks that failed.
                 for rank_block in over.rank_blocks if over is not None else ():
                     self._release(rank_block)
             case BlocksStored(store_id):

@@ -74,7 +74,7 @@ _AWAY_ALWAYS = {
     "rush",
 }
 _AWAY_OFTEN = ("impatient", "small queues", "stop strings", "shutdown", "short leases")
-"""Features and faults that prevent moves and preemptions; under pressure 70 % of them go off."""
+"""Features and faults that prevent moves and preemptions; under pressure each is dropped in 70 % of seeds."""
 FAULTS = (
     "cancels",
     "unit deaths",

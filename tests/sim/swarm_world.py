@@ -1,6 +1,6 @@
-"""A small deployment with everything at once: a fleet that starts and drains units of many ranks,
-caches, balancers, the gateway's bills, and faults of all of them. A scene (swarm_scene) says which
-of these are on.
+"""A small deployment with all features: a fleet that starts and drains units of many ranks, caches,
+balancers, the gateway's bills, and faults of all of them. A scene (swarm_scene) selects the features
+and faults that are on.
 """
 
 from __future__ import annotations
@@ -256,8 +256,8 @@ class SwarmWorld(FleetWorld):
         self.clock.after(self.random.expovariate(1 / every_s), strike)
 
     def _calm(self) -> None:
-        """End step failures: of a prompt of a hundred steps some would fail for ever. And give all
-        units the same weights; otherwise no unit might be able to decode what another prefilled.
+        """End step failures, with which a prompt of a hundred steps might never get through. Give all
+        units the same weights; otherwise no decode unit might be able to use another unit's KV.
         """
         self.faults = replace(self.faults, engine_rate=0.0)
         for host in self.hosts.values():
@@ -392,7 +392,7 @@ class SwarmWorld(FleetWorld):
         super()._arrive(to, message, life)
 
     def _verify_lease(self, key: Key) -> None:
-        """Check that an expired lease is of KV that nothing pulled: else it is released at once."""
+        """Check that a lease expired only because nothing pulled its KV: pulled KV is released soon after."""
         is_on_time = not (
             self.scene.on & {"lost messages", "late messages", "front restarts", "freezes"}
         )
@@ -423,7 +423,7 @@ class SwarmWorld(FleetWorld):
         return super().is_over() and all(call.end for call in self.calls.values())
 
     def verify_end(self) -> None:
-        """Check that nothing is held anywhere, and that bills agree with what clients received."""
+        """Check that every process has released everything, and that bills equal what clients received."""
         for name, call in self.calls.items():
             assert call.end, f"{name}: its client never heard the end"
             call.check(self.sink)
@@ -511,7 +511,7 @@ class SwarmWorld(FleetWorld):
 
 
 def _of_a_tenant(scene: Scene, generation: Generation) -> Generation:
-    """Return the generation as one of a tenant with many requests or few, or of a batch."""
+    """Return the generation with a drawn tenant: one with many requests, one with few, or a batch."""
     random = Random(f"{scene.seed} tenant {generation.request_id}")
     # A batch's request that waits begins no more once the front drains.
     batch = "c" if "shutdown" in scene.on else "c/batch"

@@ -1,6 +1,6 @@
-"""Seeds against the cache: turns of chats find KV computed before, and none of other tenants.
+"""Random worlds for the cache: turns of chats find KV that was computed before, and none of other tenants.
 
-Tokens and named blocks are checked, and at the end nothing is held. HADAL_SEEDS=N: N fresh seeds.
+Tokens and named blocks are checked, and at the end no block is owned. HADAL_SEEDS=N: N fresh seeds.
 """
 
 from __future__ import annotations

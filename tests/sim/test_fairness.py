@@ -61,7 +61,7 @@ class Watch:
     """Requests of a tenant that was below its share when their first token came."""
     begun: set[str] = field(default_factory=set)
     ranges: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    """Pair of waiting tenants -> least and most lead of the first since both wait."""
+    """Pair of waiting tenants -> smallest and largest lead of the first one's service since both wait."""
     widest: dict[tuple[str, str], float] = field(default_factory=dict)
     longest: int = 0
     burst: int = 0
@@ -205,9 +205,9 @@ STEP_S = 0.015
 """Longest step, seconds: a step that computes another tenant's prompt is not aborted."""
 NUM_TOGETHER = 4 if MORE else 2
 AT_ITS_SHARE = 929233319475
-"""Seed of worlds in which one of the others happens to ask for its share and more."""
+"""Seed of worlds in which another tenant happens to demand more than its share, too."""
 MAX_QUEUED = 128
-"""Enough for the others' bursts. A longer queue would only make this test longer."""
+"""Queue limit, enough for the other tenants' bursts; a longer queue would only slow this test down."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def p95(values: tuple[float, ...]) -> float:
 
 
 def together(runs: list[Had]) -> Had:
-    """Merge runs: in one world, 0.1 s of waiting for one request of twenty is a matter of luck."""
+    """Merge runs: in a single world, chance may delay one of twenty requests by 0.1 s."""
     return Had(
         sum(run.others for run in runs),
         sum(run.flood for run in runs),
@@ -316,7 +316,7 @@ def test_twenty_times_its_share_of_one_leaves_the_others_theirs(seed: int) -> No
     assert alone.flood == 0 < flooded.flood
     assert flooded.requeued > 0
     assert flooded.others >= LEAST * alone.others
-    # A tenant that was served as much as the flood waits in turn behind it: both are owed the same.
+    # Only tenants below their share must be served soon: with as much service as the flood, they take turns.
     assert num_below > 0.3 * len(flooded.waited_s)
     assert below_s <= MOST * alone.p95_ttft_s + STEP_S
     if seed == 1:

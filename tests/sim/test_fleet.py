@@ -1,6 +1,6 @@
-"""Seeds against the fleet: units start, stop, fail to start, die in a drain; messages are lost.
+"""Random worlds for the fleet: units start, stop, fail to start, die in a drain; messages are lost.
 
-Every stream ends complete, a draining unit gets no new work, and at rest only the floor is up.
+Every stream ends complete, a draining unit gets no new work, and at rest the fleet is at its minimum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.sim.fleet import FleetWorld, fleet_world
 NUM_SEEN = 14
 """Number of seeds, enough to reach what the tests are for."""
 LIMIT_S = 900.0
-"""A unit that was forgotten while it started is noticed after ten minutes."""
+"""Limit of a run in simulated seconds: the loss of a starting unit is noticed only after ten minutes."""
 
 
 def run(seed: int) -> FleetWorld:

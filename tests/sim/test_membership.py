@@ -1,6 +1,6 @@
-"""Seeds against the membership alone: ranks die, stop, hang and lose each other in steps.
+"""Random worlds for the membership alone: ranks die, stop, hang and lose each other in steps.
 
-In the end every unit is whole; steps are void, or reported once in order; deaths show in time.
+In the end every unit is whole. Each step is void, or reported once and in order. Deaths are noticed in time.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def strike(world: World, victim: RankHost, how: str) -> None:
 
 
 def latency_s(seed: int, how: str) -> tuple[float, float]:
-    """Return times from a fault in mid-step to (RankForm at survivors, steps without the rank)."""
+    """Return seconds from a fault in mid-step to (RankForm at survivors, the first step without the rank)."""
     world = make_world(seed, CALM)
     world.clock.run(30.0, world.are_whole)
     world.run(world.clock.now() + world.random.uniform(0.5, 1.5))

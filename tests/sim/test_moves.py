@@ -1,5 +1,5 @@
-"""Seeds against moves between the ranks of a decode unit. Moves happen amid all faults, and no
-client notices; no request stands still for long; and the unit is more even than without moves.
+"""Random worlds for moves between the ranks of a decode unit. Moves happen during all faults without
+effect on clients; no request pauses for long; the load is more even than without moves.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def test_nobody_notices_a_move(seed: int) -> None:
 @pytest.mark.campaign("more worlds")
 @pytest.mark.slow("a mean over twenty pairs of worlds at `more`")
 def test_moves_make_the_unit_evener() -> None:
-    # One message more or less changes a world by 0.04 to either side. Over 80 pairs of worlds moves
-    # are worth 0.030; the mean over twenty has a standard deviation of 0.008.
+    # One message more or less changes a world's balance by up to 0.04. Over 80 pairs of worlds moves
+    # gain 0.030; the mean gain of twenty pairs has a standard deviation of 0.008.
     kinds = {
         kind: [run_watched(seed, kind, is_calm=True) for seed in PAIR_SEEDS]
         for kind in ("auto", "no_moves")

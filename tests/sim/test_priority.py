@@ -22,7 +22,7 @@ STEP_S, GAP_S = (0.01, 0.035) if MORE else (0.02, 0.07)
 LOW_AT_S = 2.5
 """Arrival of the priority-0 request: by then more requests wait than fit."""
 SLACK_S = 2.0
-"""Tolerance in seconds: work under way when a turn comes, and differences in a step's order."""
+"""Tolerance in seconds, for work already running when a request's turn comes, and order within a step."""
 
 
 def overloaded_world(random: Random, seed: int, priority: int) -> World:

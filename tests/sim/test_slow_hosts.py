@@ -1,4 +1,4 @@
-"""One host's link is slow: its unit goes on without it, and takes it back once the link is well."""
+"""One host's link is slow: its unit continues without the host, which rejoins once the link is normal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.sim.world import World, is_whole
 pytestmark = pytest.mark.slow("units that step for a minute")
 UNIT = "decode-0"
 NOTICED_S = (NUM_STRETCHES + 2) * STRETCH_S
-"""A formation's first stretch may not blame a rank yet, and the last step may be a long one."""
+"""Longest time until a slow host is noticed, seconds: the first stretch may not tell, the last may be long."""
 LINK_S = 0.1
 """Mean delay of a message over the slow link; a step takes a tenth of it elsewhere."""
 LOOK_S = 0.25
@@ -169,7 +169,7 @@ def test_streams_go_on_and_no_token_is_another(seed: int) -> None:
 
 
 class Gaps:
-    """Longest time that running streams got no token."""
+    """Meter of the longest time for which a running stream got no token."""
 
     def __init__(self, world: World) -> None:
         self.longest_s = 0.0

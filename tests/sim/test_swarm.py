@@ -40,7 +40,7 @@ from tests.sim.swarm_scene import FAULTS, FEATURES, OTHER_WEIGHTS, PRESSURES, Sc
 from tests.sim.swarm_world import SwarmWorld
 
 NUM_FIXED = 15
-"""Seeds of the test that the slice reaches what it is for."""
+"""Number of fixed seeds, which together must reach the events that the last test lists."""
 NUM_FULL = 10_000
 STEP = 20
 FOUND_SEEDS = [326, 1008]
@@ -250,7 +250,7 @@ def test_kv_of_other_weights_shows_in_what_clients_get(monkeypatch: pytest.Monke
 
 
 class LastWordWorld(SwarmWorld):
-    """The first unit that reports Pulled dies at once: its message is lost, its lease expires."""
+    """World in which the first unit that reports Pulled dies: its message is lost, its lease expires."""
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
         if isinstance(message, Pulled) and not self.num_deaths:
@@ -276,7 +276,7 @@ def test_a_pull_of_which_the_front_never_heard_is_not_released() -> None:
 
 @pytest.mark.full
 def test_shrinking_leaves_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The front is broken so that only a fleet's drains show it."""
+    """The front gets a fault that only a fleet's drains reveal, so the shrunk scene must keep the fleet."""
     monkeypatch.setattr(FrontUnits, "decode_views", _blind_to_drains(FrontUnits.decode_views))
     seed = next(
         seed for seed in range(40) if "fleet" in draw(seed).on and seed in run_all([seed]).errors

@@ -42,7 +42,7 @@ def world_of(seed: int, prefill_ranks: int = 1) -> World:
 def times_s(
     seed: int, *, is_flooded: bool, prefill_ranks: int = 1, flood_of: str = "flood"
 ) -> list[float]:
-    """Return how long each of the other tenant's requests took, one after the other."""
+    """Return the seconds that each of the other tenant's consecutive requests took."""
     world = world_of(seed, prefill_ranks)
     begun_s: dict[str, float] = {}
 

@@ -1,4 +1,4 @@
-"""Seeds against the roles: every stream ends once with exactly its tokens; no leak, no hang.
+"""Random worlds for the roles: every stream ends once with exactly its tokens; no leak, no hang.
 
 HADAL_SEEDS=N runs N fresh seeds. A failure names its seed; `run_seed(seed)` repeats it.
 """

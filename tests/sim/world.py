@@ -141,7 +141,7 @@ class World:
         """Share of decode's drafts that are right."""
         self.pass_s: float | None = None
         self.row_share = 0.0
-        """Extra time of a pass per row. `pass_s`: reported time of a pass; None: a step's time."""
+        """Extra time of a pass per row, as a share. `pass_s`: reported seconds of a pass; None: a step's."""
         self.engines: list[PrefillEngine | DecodeEngine] = []
         """Engines of every life of a rank."""
         self._step_s = step_s
@@ -178,7 +178,7 @@ class World:
         """Start the front, or replace the old one: the streams that it held are gone."""
         self._kill("front")
         for name in [name for name, host in self.hosts.items() if host.is_stuck]:
-            # A new front has no record of it: units that do not come up are the supervisor's.
+            # The new front has no record of a stuck unit, so only the supervisor can replace it.
             self.kill_unit(name)
         for client in self.clients.values():
             client.is_lost = client.is_lost or client.final is None
@@ -396,7 +396,7 @@ class World:
         if not isinstance(host, RankHost):
             unit = self.front.units.by_name.get(host.name) if self.fronts else None
             if unit is None or unit.orphan_s is not None:
-                # The front does not miss it, or not this successor: only the supervisor does.
+                # The front expects no heartbeat of this process, so only the supervisor replaces it.
                 self.kill_unit(host.name)
                 return
             host.is_stuck = True
@@ -536,7 +536,7 @@ class World:
                 assert (used, held) == (0, 0), f"{name} leaks {used} blocks of {held} requests"
 
     def is_over(self) -> bool:
-        """Return whether nothing is held anywhere, and no fault can occur any more."""
+        """Return whether all processes have released everything, and no fault can occur any more."""
         if self.clock.now() < self.quiet_from_s or not self.front.idle:
             return False
         if any(
@@ -568,7 +568,7 @@ def is_whole(leader: RankedLeader) -> bool:
 
 
 def process_names(config: Deployment) -> list[str]:
-    """Return the names of all processes that there may be, except the front."""
+    """Return the names of all processes of a deployment at its largest size, except the front."""
     names = []
     for role, units in (("prefill", config.prefill), ("decode", config.decode)):
         for index in range(config.num_units_max(role)):

@@ -1,4 +1,4 @@
-"""The bench of many hosts: the part that needs none."""
+"""The bench of many hosts: the parts that can run on one host."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ def test_the_second_loss_reaches_the_layer_and_leaves_the_model_alone() -> None:
 
 
 def interleaved() -> Batch:
-    """Return two interleaved counts: the last word but one tells the next one, the last does not.
-    The first application finds its target in the model's state, the second must look elsewhere.
+    """Return two interleaved counts: the word before the last determines the next word, the last does
+    not. The first application finds its target in the model's state, the second must look elsewhere.
     """
     encoded = []
     for start in range(NUM_WORDS):

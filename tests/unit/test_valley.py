@@ -1,5 +1,5 @@
-"""The off-peak example job with a fake Ray: it frees nodes for waiting groups, and each piece is
-done once.
+"""The off-peak example job with a fake Ray: it releases nodes for waiting groups, and does each piece
+once.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def run(
     lost: tuple[int, ...] = (),
     seed: int = 0,
 ) -> tuple[Tensor, dict[int, QueueGroup]]:
-    """Return routed [L, T, D] of all tokens by the living ranks, two micro-batches interleaved."""
+    """Run all tokens through the living ranks, two micro-batches interleaved; return outputs [L, T, D]."""
     members = [rank for rank in range(placement.num_ranks) if rank not in lost]
     groups = queue_groups(members, seed)
     shares = dict(zip(members, cuts(len(members), seed), strict=True))
@@ -225,7 +225,7 @@ def test_bytes_are_the_formulas(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_over_the_mesh(mode: str) -> None:
-    """Run over sockets, one rank without tokens: one rank's bits, the formula's bytes within 2 %."""
+    """Run over sockets with one idle rank: the bits of a single rank, and the formula's bytes within 2 %."""
     hidden, num_tokens, top_k = 512, 64, 4
     g = torch.Generator().manual_seed(8)
     x_TD = torch.randn(num_tokens, hidden, generator=g)

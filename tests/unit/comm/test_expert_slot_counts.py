@@ -73,7 +73,7 @@ def serve(comm: ExpertComm, tokens: Scene, own: slice, layer: int) -> None:
 
 
 def random_split(placement: Placement, seed: int) -> Placement:
-    """Return a split: half of the experts give their first replica most parts, each other one 3."""
+    """Return a split: half of the experts give 3 parts to each replica but the first, which gets the rest."""
     slots = placement.slot_to_expert_LRS
     weights = np.ones(slots.shape, np.uint8)
     rng = np.random.default_rng(seed)

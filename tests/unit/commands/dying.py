@@ -1,4 +1,4 @@
-"""The end of a pool's process on a machine without free memory."""
+"""A pool process that ends abruptly, as on a machine without free memory."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from hadal.lab.sim.day.study import Study
 
 
 def die(study: Study) -> None:
-    """End at once: no result, no exception."""
+    """End the process immediately: no result, no exception."""
     os._exit(9)

@@ -1,5 +1,5 @@
-"""Parts that pool processes run in tests, without a simulation. Imports little, as each process
-imports it anew.
+"""Functions that pool processes run in tests in place of simulations. Every process imports this
+module anew, so it imports little.
 """
 
 from __future__ import annotations

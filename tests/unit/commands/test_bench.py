@@ -68,7 +68,7 @@ def test_a_rate_is_kept_and_its_gaps_are_chance() -> None:
 
 
 def test_time_in_which_nothing_came_was_offered_too() -> None:
-    """Run a level without arrivals: its time counts, else a low rate would seem higher than it was."""
+    """Run a level without arrivals: its time counts; otherwise a low rate would seem higher than it was."""
     target = Target("http://127.0.0.1:9/v1", "none")
     run, found = LevelRun(Level("rate", 1e-3)), Calibration(target, Texts(0), ())
     plan = LoadPlan(0.05, 9, parse_lengths("9", "x"), parse_lengths("9", "x"))

@@ -36,7 +36,7 @@ WHOLE = "test_simulate has a day in whole"
 
 
 class Inline(Executor):
-    """Executor that runs a submitted call at once, in this process."""
+    """Executor that runs each submitted call in this process before `submit` returns."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

@@ -278,7 +278,7 @@ def test_folders_in_other_formats(tmp_path: Path) -> None:
 
 
 def test_rope_as_transformers_reads_it() -> None:
-    """Check P1 and P2 of reports: keys that were ignored, and two values of theta in one file."""
+    """Check two bugs that were reported: ignored keys, and two values of theta in one file."""
     plain = {key: value for key, value in V3.items() if key != "rope_scaling"}
     both = {**plain, "rope_theta": 1e4, "rope_parameters": {**YARN, "rope_theta": 5e4}}
     assert parse_model_config(both, "f").rope_theta == 5e4

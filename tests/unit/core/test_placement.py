@@ -32,7 +32,7 @@ def counts(placement: Placement, layer: int) -> list[int]:
 
 @pytest.mark.parametrize(("num_ranks", "num_expert_slots"), [(32, 9), (144, 2)])
 def test_published_units(num_ranks: int, num_expert_slots: int) -> None:
-    """Check 256 + 32 experts in 58 layers: 9 replicas per rank in prefill, 2 in decode (DAY6)."""
+    """Check 256 + 32 experts in 58 layers: 9 slots per rank in prefill, 2 in decode (DeepSeek's overview)."""
     placement = spread(58, 256, num_ranks, 32)
     assert placement.slot_to_expert_LRS.shape == (58, num_ranks, num_expert_slots)
     assert placement.check() == []
@@ -220,7 +220,7 @@ def test_bytes_round_trip(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parts_follow_a_split(seed: int) -> None:
-    """Check that turns follow the split: within one part overall, and evenly along the way."""
+    """Check that turns follow the split: within one part over all turns, and nearly in each half."""
     rng = np.random.default_rng(seed)
     even = spread(2, 16, 4, 8)
     slots = even.slot_to_expert_LRS[1]

@@ -37,7 +37,7 @@ NUM_BLOCKS = 1000
 MAX_REQUESTS = 64
 
 UNIT_TIMEOUT_S = 1e6
-"""`unit_timeout_s` for fronts of tests: so long that a front never takes these units for frozen."""
+"""`unit_timeout_s` for fronts in tests: so long that silent fake units never count as frozen."""
 
 Script = Callable[[Generation, int], int]
 """(generation, index in the output) -> token."""

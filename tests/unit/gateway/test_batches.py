@@ -58,7 +58,7 @@ class _Failing(BatchStore):
     def __init__(self, path: Path) -> None:
         super().__init__(ledger_url(str(path)))
         self.num_unheard = 0
-        """Number of next answers that are written although the connection then breaks."""
+        """Number of next commits that succeed although the caller gets a connection error."""
         self.num_broken = 0
         """Number of next calls of `open_batches` that fail with an unexpected error."""
         self.is_writing = threading.Event()
@@ -232,7 +232,7 @@ async def test_a_write_that_outlives_its_line_is_charged(
 async def test_what_the_ledger_never_heard_is_charged_by_the_next_life(
     model: ServedModel, tmp_path: Path
 ) -> None:
-    """Like `kill -9` between both databases' commits: facts stay until the ledger has them."""
+    """Imitate `kill -9` between the commits of the two databases: facts stay until the ledger has them."""
 
     async with life(model, tmp_path) as (it, first):
         request_ids = await end(it, await begin(it))

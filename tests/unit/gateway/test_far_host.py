@@ -461,7 +461,7 @@ async def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedM
 
 
 async def test_tokens_of_nobody_are_stopped_at_their_source(model: ServedModel) -> None:
-    """An earlier process of the gateway left them, and the front was not told that it had ended."""
+    """An earlier process of the gateway left the requests, and the front did not learn that it had ended."""
     async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
         asking = asyncio.create_task(it.ask(max_tokens=1000))
         await it.units.hold(5)

@@ -1,4 +1,4 @@
-"""The endpoints through ASGI: a real front and host, units that compute nothing."""
+"""The endpoints through ASGI, with a real front and host, and units that compute nothing."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ async def test_to_go_ahead_of_others_is_a_right(model: ServedModel) -> None:
 
 
 async def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None:
-    """Bodies that stall push out the oldest of their own tenant; other tenants are answered."""
+    """A stalled body displaces only the oldest body of its own tenant; other tenants are answered."""
     async with scene(
         model, keys=("one", "two"), limits=LimitsConfig(max_running=1, max_queued=1)
     ) as it:

@@ -1,4 +1,4 @@
-"""The keys file: what its lines mean, how it is written, and how gateways follow it."""
+"""The keys file: the meaning of its lines, how it is written, and how gateways notice changes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ async def test_streams_are_pushed_in_one_go_and_not_after_they_left() -> None:
 
 
 async def test_each_stream_is_late_at_its_own_time() -> None:
-    """A stream with a deadline that moved is not late. The stream that is due first joined last."""
+    """A stream is not late once its deadline has moved. The stream that is due first joined last."""
     clock = Clock(1000.0)
     streams = Streams(clock)
     late, moved, soon = Counted(1000.1), Counted(1000.05), Counted(1000.02)

@@ -198,7 +198,7 @@ BLANK = st.text(st.sampled_from(" \n\t"), max_size=3)
 def test_what_is_said_beside_calls_comes_as_it_was_said(
     format: ToolFormat, is_closed: bool, said: str, more: str, gap: str, strays: list[int]
 ) -> None:
-    """An open list and stray marks do not change it. Blanks between calls are not shown."""
+    """An open list and stray marks do not change the text. Blanks between calls are not shown."""
     marks = [mark for mark in format.marks if mark not in (format.calls_begin, format.call_begin)]
     stray = "".join(marks[at] for at in strays)
     calls = written(format, ("weather", '{"city": 1}'), ("f", ""))

@@ -1,4 +1,4 @@
-"""Tracing of a live server: the route through real front and host, the command by a real port."""
+"""Tracing of a live server: the route through a real front and host, and the command over a real port."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_traces_the_next_steps(model: ServedModel) -> None:
 
 
 async def test_balance_that_is_no_number_is_left_out(model: ServedModel) -> None:
-    """It would become null in JSON, which readers of a trace do not take for a number."""
+    """NaN would become null in JSON, which readers of a trace do not accept as a number."""
     async with scene(model) as it:
         await up(it)
         step = msgspec.structs.replace(

@@ -50,7 +50,7 @@ def test_only_special_tokens_are_hidden(model: ServedModel) -> None:
 
 
 def test_a_tokenizer_over_which_its_library_panics_is_refused(tmp_path: Path) -> None:
-    """Its post-processor puts a token behind every text, but does not define that token."""
+    """The post-processor appends a token to every text, but does not define that token."""
     template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
     template["single"] = [
         {"Sequence": {"id": "A", "type_id": 0}},
@@ -99,8 +99,8 @@ def test_files_that_are_no_json_object(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["continuing_subword_prefix", "end_of_word_suffix"])
 def test_tokens_with_something_before_or_behind_them_are_refused(tmp_path: Path, name: str) -> None:
-    """The tokenizers library cuts it off every merged token, even if it is not there, and aborts
-    the process.
+    """The tokenizers library strips the prefix or suffix from every merged token, even if the token
+    lacks it, and then aborts the process.
     """
     fields = tokenizer_fields()
     fields["model"][name] = "/"

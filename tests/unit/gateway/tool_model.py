@@ -1,4 +1,4 @@
-"""A model that was taught to call tools, in DeepSeek-V3.1's form, as the gateway reads it."""
+"""A stand-in for a model that calls tools in DeepSeek-V3.1's format, without weights."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class World:
     units: FakeUnits
     gateway: Gateway
     more: Sequence[Endpoint] = ()
-    """Endpoints besides the gateway's own: those of files and batches."""
+    """Endpoints of files and batches, besides the gateway's own."""
     pages: BatchPages | None = None
     worker: BatchWorker | None = None
     """Worker that answers batches while it runs."""
@@ -151,8 +151,8 @@ async def world(
     batches: BatchesConfig | None = None,
     has_ledger: bool = False,
 ) -> AsyncIterator[World]:
-    """Start everything, wait until it is ready, and stop it at the end. `store`: of files and
-    batches; None: the gateway has neither.
+    """Start everything, wait until it is ready, and stop it at the end. `store`: store of files and
+    batches; None: the gateway serves neither.
     """
     units = FakeUnits(script, step_s)
     gateway = gateway_of(

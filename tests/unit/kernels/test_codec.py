@@ -88,8 +88,8 @@ def test_fp8_error_is_within_its_bound(row_format: str) -> None:
         .amax(2)
         .repeat_interleave(128, 1)[:, :300]
     )
-    # Half a step of 2^-3 of the value, or of the smallest code; a power-of-two scale is up to 2x as
-    # large.
+    # Error bound: half a step, 2^-4 of the value, or half of the smallest code. A power-of-two scale
+    # is up to 2x as large.
     step = amax.clamp(min=1e-4) / 448 * (2 if row_format == "fp8_pow2" else 1)
     assert ((out - x).abs() <= torch.maximum(x.abs() / 16, step * 2**-10) * 1.0001).all()
 

@@ -1,4 +1,4 @@
-"""Test DiskIndex: news go in, locations of the longest prefix come out."""
+"""Test DiskIndex: it takes in news of the folder and returns the locations of the longest prefix."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def drafts(
 
 @pytest.fixture(scope="module")
 def mtp_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelWeights]:
-    """Return transformers' model and MTP module (like layer 0, so all are MoE), our weights."""
+    """Return (transformers' model, its MTP module, our weights). All layers are MoE, as the module is like layer 0."""
     from transformers.modeling_layers import MtpModel
 
     folder = tmp_path_factory.mktemp("mtp")
@@ -345,7 +345,7 @@ def test_a_cache_without_its_layer_and_rows_that_are_not_there() -> None:
 
 @pytest.fixture(scope="module")
 def shipped_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelWeights]:
-    """Return hadal-tiny in both, its dense layers hidden: else transformers' module is dense."""
+    """Return hadal-tiny in both implementations. Its dense layers are hidden; else transformers' module is dense."""
     from transformers import DeepseekV3ForCausalLM
     from transformers.modeling_layers import MtpModel
 

@@ -48,7 +48,7 @@ def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_fp8_equals_its_dequantised_self(tmp_path: Path) -> None:
-    """Load dimensions around multiples of 128; compare with transformers on dequantised weights."""
+    """Load matrices with sides near multiples of 128; compare with transformers on dequantised weights."""
     fp8, dequantised = tmp_path / "fp8", tmp_path / "dequantised"
     random = save_random(
         fp8,

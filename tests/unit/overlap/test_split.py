@@ -108,7 +108,7 @@ def test_tokens_alone() -> None:
 
 
 def test_a_long_prompt_is_cut_late_where_attention_counts() -> None:
-    """Cut at k^2 = n^2 / 2: the later half of a prompt's tokens costs three times the earlier half."""
+    """Cut a prompt of n tokens at k = n / sqrt(2): the later half of n costs three times the earlier half."""
     assert split_chunks([(0, 4096)], 0.0, 1.0) == [2896]
     # Far into a prompt all tokens cost about the same.
     assert split_chunks([(1_000_000, 4096)], 0.0, 1.0) == [2050]

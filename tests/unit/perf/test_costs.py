@@ -147,7 +147,7 @@ def test_one_hiccup_does_not_turn_the_table() -> None:
 
 
 def test_never_negative_and_never_falling() -> None:
-    """Feed random times: an op that gets faster with size is noise, so estimates never fall."""
+    """Feed random times: an op that seems faster for more tokens is noise, so estimates never fall."""
     rng = random.Random(5)
     costs = new()
     for _ in range(300):

@@ -166,8 +166,8 @@ def longest_s(unit: Unit, computed: Bools, *, is_batch: bool | None = None) -> f
 
 
 def check_promise(unit: Unit, computed: Bools) -> None:
-    """Check that the lightest tenant has all its rows and its step is as short as promised, or as
-    equal shares allow.
+    """Check that all rows of the lightest tenant are computed, and that the step is as short as promised,
+    or as equal shares allow.
     """
     held = Counter((rank, tenant) for rank, tenant in unit.rows if tenant < BATCH)
     if not held:

@@ -42,7 +42,7 @@ def view(
     now_s: float = 0.0,
     **fields: Any,
 ) -> ScalingView:
-    """Return demand in tokens/s that is steady for 15 minutes; a unit of either role serves 1000."""
+    """Return a view with 15 minutes of this demand, in tokens/s; a unit of either role serves 1000."""
     times_s = tuple(now_s - 60.0 * index for index in range(14, -1, -1))
     share = [float(shape.at(time_s) / shape.at(now_s)) for time_s in times_s]
     return ScalingView(

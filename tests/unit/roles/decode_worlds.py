@@ -47,7 +47,7 @@ class DecodeWorld(World):
         self.blocks: dict[bytes, set[tuple[str, int]]] = {}
         """Name of a block -> (text that has it, index of the block there)."""
         self.newly_pulled: set[str] = set()
-        """Names of attempts that have not joined yet."""
+        """Names of requests with pulled KV that have not joined yet."""
 
     def submit(self, name: str) -> None:
         self.prompts[name], self.attempts[name] = self.make(name), 0
@@ -182,7 +182,7 @@ class DecodeWorld(World):
         for slot, row in at.table.items():
             name, blocks, num_tokens, index, num_drafts = row
             room = len(blocks) * BLOCK_TOKENS
-            if num_tokens >= room:  # Its drafts went past its last token: the rank has scratch.
+            if num_tokens >= room:  # Drafts exceed the request: the rank writes to a scratch block.
                 assert index >= self.prompts[name].max_tokens
                 row[2:] = num_tokens + 1, index + 1, 0
                 drawn[slot] = [token_of(name, index)]

@@ -61,7 +61,7 @@ _UNITS = {
     "promise": "tenant_promise",
     "drafts": "drafts",
 }
-"""Option -> field of the unit's table."""
+"""Option of the helpers below -> field of the unit's table in the deployment."""
 
 
 def deployment_of(role: str, options: dict[str, Any]) -> tuple[Deployment, ModelConfig]:

@@ -56,7 +56,7 @@ class Unit:
         self.now_s = 0.0
         self.step_id = 0
         self.held = placement
-        """Placement that the ranks hold."""
+        """Placement that the ranks currently have."""
         self.counts = np.zeros(placement.slot_to_expert_LRS.shape)
         self.flips: list[LayerFlip] = []
         addresses = {rank: ("h", 7000 + rank) for rank in range(num_addresses)}

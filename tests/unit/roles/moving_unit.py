@@ -106,7 +106,7 @@ class Unit:
             self.feed(KvPulled(name, 0, error))
 
     def finish(self, name: str) -> None:
-        """Check that it goes on without a gap, and that nothing is held after all requests ended."""
+        """Check that the request continues without a gap, and that no block has an owner at the end."""
         count = len(self.tokens[name])
         for _ in range(6):
             self.step()

@@ -2,8 +2,8 @@
 the (request, position) it was written for.
 
 A token is a function of request and index, so all output can be checked. A plan that reads missing
-KV, or writes where another request reads, fails at once. A seeded generator chooses what happens,
-and in which order.
+KV, or writes where another request reads, fails immediately. A seeded generator draws the events and
+their order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Rank:
     kv: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     pool: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     table: dict[int, list[Any]] = field(default_factory=dict)
-    """slot -> [name, blocks, num_tokens, output_index]"""
+    """Slot -> [name, blocks, num_tokens, output_index]."""
 
     def write(self, name: str, blocks: Any, position: int) -> None:
         self.kv[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = (name, position)
@@ -140,7 +140,7 @@ class World:
                 self.reset_at_random()
 
     def end(self) -> None:
-        """Let every rank live and end the disturbances: all requests finish, each with its tokens."""
+        """Bring all ranks up and end the faults; check that all requests finish with the right tokens."""
         self.reset(set(), set(range(len(self.ranks))) - self.living)
         for _ in range(50_000):
             if len(self.ended) == len(self.prompts) and not self.steps:
@@ -181,7 +181,7 @@ class World:
             assert rank in self.living or not drawn
             keys.update({offset + key: value for key, value in drawn.items()})
             offset += size
-        # In any order, but tokens of one key keep theirs.
+        # Keys in any order, but the tokens of one key stay in order.
         order = [key for key, values in keys.items() for _ in values]
         self.random.shuffle(order)
         values = {key: iter(drawn) for key, drawn in keys.items()}
@@ -222,7 +222,7 @@ class World:
         self.reset(lost, set(self.random.sample(dead, self.random.randint(0, len(dead)))))
 
     def verify(self, name: str) -> None:
-        """Assert that its tokens equal those of an undisturbed run."""
+        """Assert that the request's tokens equal those of an undisturbed run."""
         output = self.outputs[name]
         assert output == [token_of(name, index) for index in range(len(output))]
         assert STOP not in output[:-1]

@@ -1,4 +1,4 @@
-"""Test the book of nodes: which are up, what each must run, and what ends with a silent node."""
+"""Test the book of nodes: which nodes are up, what each must run, and what ends with a silent node."""
 
 from __future__ import annotations
 
@@ -440,9 +440,9 @@ def test_who_is_not_there_is_told_no_addresses_and_all_when_it_comes() -> None:
 # ---- everything together: obedient agents on a network with faults ----
 
 DELAY_S = 0.2
-"""Longest delay of a message while no link is cut."""
+"""Longest delay of a message while no link is cut, seconds."""
 HOMES = {"decode-0": 0, "decode-0.0": 0, "decode-0.1": 1, "prefill-0": 2}
-"""Name -> its node; if that is lost, a leader may run on any node."""
+"""Process -> its node; if the node is lost, a leader may run on any other."""
 HERE = {"front": Address(1, "tcp://10.0.0.9:1")}
 
 
@@ -466,9 +466,9 @@ class Agent:
     """Messages in flight, in order: the wire keeps them while a link is cut."""
     spoke_s: float = 0.0
     term: int = 1
-    """Term of the supervisor that it follows."""
+    """Term of the supervisor that the agent follows."""
     hears_s: float = 0.0
-    """When it learns of a later supervisor, if there is one."""
+    """Time at which the agent learns of a later supervisor, if there is one."""
 
     def step(self, now_s: float) -> None:
         if self.term < self.world.term and not self.is_cut and now_s >= self.hears_s:

@@ -45,7 +45,7 @@ LOOPBACK, SECRET = "127.0.0.1", b"s" * 32
 KEY = "a-key-of-ours"
 UNITS = UnitsConfig(threads=1, kv_blocks=16)
 NO_UNIT = (UNIT_MODULE, "--unit", "decode-0", "--role", "none")
-"""Arguments of a unit that ends at once: there is no such role."""
+"""Arguments of a unit that ends immediately, because there is no such role."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Test that a kernel team's threads have a core each, and lose it where others need it."""
+"""Test that each thread of a kernel team is pinned to a core, and unpinned where other processes need it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_everything_derived_is_filled_in() -> None:
 
 
 def test_drafts_need_a_module_in_the_files(model: Path) -> None:
-    """ "auto" then uses no drafts; a number is an error."""
+    """Without the module "auto" uses no drafts, and a number is an error."""
 
     def with_drafts(drafts: int | str) -> Deployment:
         return Deployment(model=str(model), decode=UnitsConfig(drafts=drafts))

@@ -55,9 +55,9 @@ NUM_QUIET = 15
 
 
 class Relay:
-    """Port with connections to another port, until they break. `cuts` draws the number of bytes
-    after which one breaks; bytes inside the relay are lost then. If `swallows` is set, the relay
-    instead loses all later bytes, and breaks nothing.
+    """Port that forwards connections to another port until they break. `cuts` draws the number of bytes
+    after which a connection breaks; bytes inside the relay are lost then. If `swallows` is set, the
+    relay instead drops all later bytes and breaks nothing.
     """
 
     def __init__(self, endpoint: str, cuts: Callable[[], int] | None = None) -> None:
@@ -470,8 +470,8 @@ def test_a_connection_that_breaks_again_and_again_loses_and_doubles_nothing(
 
 
 def test_a_way_that_is_silent_for_a_while(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The silence is longer than either end's timeout. Of three pairs one resumes, one is reset,
-    and one loses all bytes without either end being informed.
+    """The silence is longer than either end's timeout. Of three pairs, one resumes, one is reset, and
+    one loses all bytes while neither end notices.
     """
     monkeypatch.setattr("hadal.runtime.wire_sockets.SILENT_MS", 400)
     monkeypatch.setattr("hadal.runtime.wire_sockets.BEAT_MS", 100)

@@ -1,5 +1,5 @@
-"""Test threads beside the host's: jobs go in, results and exceptions come out. In the background
-they have a lower priority of their own, and rest as their share demands.
+"""Test worker threads: they return results and exceptions of jobs. Background threads have a lower
+priority, and pause so as to use only their share of a core.
 """
 
 import os
@@ -144,7 +144,7 @@ def test_a_priority_is_a_threads_own() -> None:
 
 @pytest.mark.parametrize(("own", "background"), [(10, 15), (19, 19)])
 def test_a_process_of_low_priority_keeps_its_order(own: int, background: int) -> None:
-    """Only the superuser may raise a priority above the process's own."""
+    """A background thread's priority is never above the process's own, which only root may exceed."""
     code = (
         "import os; from hadal.runtime.worker import lower_priority;"
         f" os.setpriority(os.PRIO_PROCESS, 0, {own}); from threading import Thread; t ="

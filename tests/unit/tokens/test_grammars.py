@@ -160,7 +160,7 @@ def test_texts_of_one_grammar_break_no_limit_of_each_other() -> None:
 
 
 def test_a_limit_behind_a_draft_is_no_limit_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare with new automata: a draft that is not drawn leaves no trace."""
+    """Compare with new automata: a rejected draft that reached a limit has no effect on the text."""
     monkeypatch.setitem(grammars_module._LIMITS, "max_items_in_row", 2000)
     many = {f"p{at}": {"type": "string"} for at in range(600)}
     schema = {"anyOf": [{"type": "integer"}, {"type": "object", "properties": many}]}

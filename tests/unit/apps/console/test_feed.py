@@ -1,4 +1,4 @@
-"""The console's feed: it survives any error of a look at the server, and limits its reads of money."""
+"""The console's feed: it survives any error while it reads from the server, and limits its reads of income."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FRAME = ConsoleFrame(1.0, None, None, None, {}, (), {}, "")
 
 
 class Source:
-    """Source of frames with an unexpected error at its second look."""
+    """Source of frames that raises an unexpected error at its second frame."""
 
     def __init__(self) -> None:
         self.num_looks = 0

@@ -13,7 +13,7 @@ from hadal.apps.console.kept import KeptChats
 
 
 class SlowBrowser:
-    """Browser that answers when the test says so: with a conversation, or never in time."""
+    """Browser that answers when the test sets `answer`: with a conversation, or with an error."""
 
     def __init__(self) -> None:
         self.answer = asyncio.get_running_loop().create_future()

@@ -249,7 +249,7 @@ def test_a_loss_in_the_generation_before_does_not_end_this_one(
         fail, held, seen, go_on = groups[0]._fail, [], threading.Event(), threading.Event()
 
         def late(*arguments: object, **options: object) -> None:
-            # Only losses that this thread sees itself: a report by rank 1 comes inside that
+            # Delay only losses that this thread notices itself: rank 1's report arrives under that
             # connection's lock.
             if not held and options.get("notifies", True):
                 held.append(arguments)

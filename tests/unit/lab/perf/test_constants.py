@@ -31,7 +31,7 @@ def test_a_value_outside_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_constant_moves_a_step(name: str) -> None:
-    """Check that each constant changes a step's time; one that does not is none of the model."""
+    """Check that each constant changes a step's time; otherwise it would not belong to the model."""
     bound = BOUNDS[name]
     other = replace(CONSTANTS, **{name: bound.low + 0.8 * (bound.high - bound.low)})
 

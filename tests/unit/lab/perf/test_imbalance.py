@@ -15,8 +15,8 @@ from tests.needs import shared_data
 
 
 def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> float:
-    """Return maximum / mean of ranks' tokens, averaged over layers with tokens. An expert's are
-    split evenly over its replicas. An expert id below 0 is an empty slot.
+    """Return maximum / mean of the ranks' tokens, averaged over layers with tokens. An expert's tokens
+    are split evenly over its replicas. An expert id below 0 is an empty slot.
     """
     ratios = []
     for load, held in zip(np.asarray(loads_LE), np.asarray(slot_to_expert_LRS), strict=True):
@@ -45,7 +45,7 @@ def placed(loads: NDArray[np.float64], num_ranks: int, num_nodes: int) -> float:
 
 
 def test_what_placement_leaves_on_published_loads() -> None:
-    """Check PLACED_BY_NODES and its note on decode against their source; unbalanced it is 2 to 3.5."""
+    """Check PLACED_BY_NODES and its note on decode against published loads; without balancing: 2 to 3.5."""
     by_nodes = [placed(loads, 32, 4) for loads in published_loads("prefill")]
     assert len(by_nodes) == 5
     assert np.mean(by_nodes) == pytest.approx(PLACED_BY_NODES, abs=0.01)

@@ -133,7 +133,7 @@ def test_sms_and_clock_slow_what_computes_and_not_what_reads() -> None:
     for line in (fewer, throttled):
         assert line.gemm(8192, 7168, 16384).seconds > 1.1 * LINE.gemm(8192, 7168, 16384).seconds
         assert line.elementwise(1e9) == LINE.elementwise(1e9)
-    # H20 has power to spare.
+    # An H20 is not power-limited, so its sustained clock is its full clock.
     cool = HARDWARE["h20"]
     found = Roofline(cool, is_sustained=True).gemm(8192, 7168, 16384)
     assert found == Roofline(cool).gemm(8192, 7168, 16384)

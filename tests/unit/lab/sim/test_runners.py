@@ -248,7 +248,7 @@ def test_a_slow_rank_takes_so_many_times_what_its_own_part_takes() -> None:
     prefill, idle = (PrefillRunner(StepModel(8), long) for _ in range(2))
     idle.slow[7] = 1.05
     plans = [PrefillPlan(0, (chunk(4000 if rank < 7 else 100),)) for rank in range(8)]
-    # It had so little to do that no rank waits for it.
+    # The slow rank has so little work that no other rank waits for it.
     assert idle.run(plans).elapsed_s == prefill.run(plans).elapsed_s
 
 

@@ -21,7 +21,7 @@ def row(at_ms: int, length: int, ids: list[int], output: int = 100) -> str:
 
 
 def found(load: Workload) -> list[int]:
-    """Return the tokens found with unlimited capacity and answers on disk at once."""
+    """Return the tokens found by each request, with unlimited capacity and answers on disk immediately."""
     return replay(
         load, load.arrival_s, int(load.tokens_in.sum() + load.tokens_out.sum()) // 64
     ).tokens_found.tolist()

@@ -365,7 +365,7 @@ def test_load_tells_the_counts() -> None:
 
 
 def test_a_request_that_moved_is_named_where_it_goes_on() -> None:
-    """Its tail and its last name move with it; a block that is being written stays behind."""
+    """The request's tail and last name move with it; a block that is being written stays behind."""
     written: set[bytes] = set()
     num_moved = 0
     for seed in range(4):

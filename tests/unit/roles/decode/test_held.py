@@ -1,4 +1,4 @@
-"""Test a decode leader that took over ranks: which of their KV is used on, and which is freed."""
+"""Test a decode leader that took over ranks: which of their KV it continues to use, and which it frees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_BLOCKS = 8
 
 
 def taken_over(*held: tuple[HeldKv, ...]) -> tuple[DecodeLeader, list[Effect]]:
-    """Return a leader that has just learnt of its ranks' KV, and its effects."""
+    """Return a leader that has just received its ranks' reports of held KV, and its effects."""
     leader = decode_leader(NUM_BLOCKS, len(held), num_slots=2, max_context=400)
     leader.start(0.0)
     ranks = tuple(range(len(held)))

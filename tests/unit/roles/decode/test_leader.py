@@ -53,7 +53,7 @@ def test_kv_is_pulled_then_two_plans_go_out() -> None:
 
 
 def test_a_join_is_as_pulled_until_a_token_of_it_was_delivered() -> None:
-    """Void plans do not change this: the leader cannot tell if the Runner executed the join."""
+    """Void plans do not change a join: the leader cannot tell if the Runner executed it."""
     unit = decode_leader()
     first, _ = occupant(unit, "a")
     reset = RankReset((), (), ("p",), 1)
@@ -148,7 +148,7 @@ def test_a_plan_has_more_passes_where_they_are_short_and_ends_by_count_in_time()
 
 
 def test_a_step_that_ended_early_is_not_taken_for_a_quick_one() -> None:
-    """Its rank made one pass of eight, and none in the next step."""
+    """The rank made one pass of eight, and none in the next step."""
     unit = in_short_passes()
     line, passes = unit._passes.line, unit._passes.mean_s
     effects = unit.handle(0.3, StepDone(2, (0,), (7,), {}, 0.0002))

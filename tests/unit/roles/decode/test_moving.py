@@ -17,7 +17,7 @@ from tests.unit.roles.moving_unit import PER_RANK, Unit
 
 TERMS = MoveTerms()
 MOMENTS = ["reserved", "left", "filling"]
-"""Moments of a move: its publishing plan is made; a plan without it is made; its copy runs."""
+"""Moments of a move: the plan that publishes KV is made; the next plan omits the request; the copy runs."""
 
 
 def moving(moment: str = "filling") -> tuple[Unit, str, int, int]:
@@ -40,7 +40,7 @@ def test_a_request_moves_and_goes_on_where_it_came() -> None:
     effects = unit.feed(KvPulled(name, 0, None))
     (freed,) = of(effects, Freed)
     assert (freed.rank, freed.block_ids) == (0, blocks)
-    assert sent(effects, Pulled) == []  # Prefill's copy was released long ago.
+    assert sent(effects, Pulled) == []  # Prefill's copy was already released.
     effects = unit.step()
     ((rank, join),) = unit.joins()
     last_index, last_token = unit.tokens[name][-1]
@@ -186,8 +186,8 @@ def test_both_are_lost(moment: str) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_unit_forms_anew(moment: str) -> None:
-    """A request that has not left yet stays, and goes on from its last delivered token. So does one
-    under way: void plans count, and both new plans are sent at once.
+    """A request that has not left its rank stays and continues from its last delivered token; so does
+    one that is being moved. Void plans count, and both new plans are sent at the same time.
     """
     unit, name, source, _ = moving(moment)
     unit.reset()

@@ -1,4 +1,4 @@
-"""Test by hand rows that rest: which rows take turns, and that a rested row goes on where it was."""
+"""Test by hand rows that rest (a step leaves them out): which rows take turns, and that they continue."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_of_those_that_are_prefilled_the_tenant_served_least_is_first_and_batche
 
 
 def test_a_tenant_was_served_what_its_latest_message_says() -> None:
-    """The request with the higher service was sent later, when its tenant had been served more."""
+    """The request with the higher service was sent later, so its value is the tenant's current service."""
     leader = decode_leader(40, num_slots=1)
     leader.handle(0.0, of_tenant("a", "x"))
     for name, tenant, service in (("b", "x", 5.0), ("c", "x", 91.0), ("d", "z", 10.0)):

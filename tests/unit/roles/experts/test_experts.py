@@ -125,7 +125,7 @@ def installing_under(
 
 
 def test_where_many_moves_do_not_pay_few_may() -> None:
-    """Rank 0 has all hot experts: each trade helps it, the first ones most."""
+    """Rank 0 has all hot experts: each trade lowers its load, the first trades most."""
     num_ranks, num_experts = 8, 64
     loads = np.full(num_experts, 100)
     loads[::num_ranks] = [900, 800, 700, 600, 500, 400, 300, 100]
@@ -357,7 +357,7 @@ def test_traced_steps_are_counted_and_tell_their_balance() -> None:
 
 
 def test_tracing_does_not_change_what_is_decided() -> None:
-    """Counts are taken earlier and more often, but intervals end at the same steps."""
+    """Traced steps are counted earlier and more often, but intervals end at the same steps."""
     traced, plain_one = Unit(plain(), [SKEWED]), Unit(plain(), [SKEWED])
     for number in range(20):
         traced.done(*traced.send(is_traced=number % 3 != 1))

@@ -1,4 +1,4 @@
-"""Test what a placement saves, when the gain is more than chance, and when it pays."""
+"""Test the time that a placement saves, when the gain is more than chance, and when it exceeds its cost."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def test_check_sees_units_that_are_not_up_and_too_many_names() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, fresh().getrandbits(32)])
 def test_lost_doubled_and_late_messages_cost_nothing_but_a_guess(seed: int) -> None:
-    """The summary equals the unit after each whole report, and stays within its pools, on a bad
-    wire.
+    """The summary equals the unit's cache after each complete report, and never has more names than the
+    unit has blocks, even on a faulty wire.
     """
     random_of = random.Random(seed)
     names = list(split(CHAIN + OTHER))

@@ -148,7 +148,7 @@ def test_a_prefill_unit_past_its_deadline_lets_go_of_what_is_being_pulled() -> N
 
 
 def test_a_draining_unit_leaves_the_others_their_room() -> None:
-    """Its requests take slots of the draining unit, not of the open ones."""
+    """Requests of a draining unit take slots of that unit, not of the open ones."""
     made = front(slots=2)
     units = [decoding(made, f"r{index}") for index in range(4)]
     assert sorted(units) == ["decode-0", "decode-0", "decode-1", "decode-1"]
@@ -212,8 +212,8 @@ def test_what_is_refused_for_want_of_room_was_asked_for() -> None:
 
 
 def test_a_unit_that_comes_up_hears_of_the_front_before_it_is_given_anything() -> None:
-    """A unit drops everything it has at a front's first contact. A late message of its last life
-    once made the front ask again after it had sent requests: dropped, they hung (swarm seed 326).
+    """A unit drops all requests at a front's first message (FrontUp). After a late message of its
+    process before, the front once sent FrontUp after requests, which then hung (swarm seed 326).
     """
     made = Front(Deployment(), epoch="f1", max_context=1000)
     made.handle(0.0, Submit(generation()))

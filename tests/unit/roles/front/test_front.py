@@ -1,4 +1,4 @@
-"""Test the front by hand: a request's way, limits, retries, stale answers, units that come and go."""
+"""Test the front by hand: a request's path, limits, retries, stale answers, units that start and end."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_a_request_spoils_by_itself_is_not_tried_again(reason: str, status:
 
 
 def of_tenant(name: str, tenant: str, **options: Any) -> Submit:
-    # Batches call `refusal` first, for everything that a line asks for.
+    # Batches call `refusal` first, once for all choices of a line.
     made = msgspec.structs.replace(generation(name, **options), tenant=tenant)
     return Submit(made, is_admitted=is_batch(tenant))
 
@@ -219,7 +219,7 @@ def test_running_and_queue_are_bounded_and_the_queue_keeps_its_order() -> None:
 
 
 def test_what_another_front_let_in_is_not_refused() -> None:
-    """It goes on from its tokens; another gateway had admitted it."""
+    """The request continues from its tokens; the front before had admitted it."""
     made = front(max_running=1, max_queued=0)
     made.handle(0.0, Submit(generation("a")), Drain())
     goes_on = msgspec.structs.replace(generation("b"), output=(7, 8), attempt=1)

@@ -1,4 +1,4 @@
-"""Test KV transfer at the front: the decode unit's counts, and a prompt that ends before it."""
+"""Test KV transfer at the front: the decode unit's counts, and a request that ends before its transfer."""
 
 from __future__ import annotations
 

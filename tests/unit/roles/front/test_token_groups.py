@@ -38,7 +38,7 @@ from tests.unit.roles.driving import finals, generation, of, sent
 
 LEASE = KvLease("pool", (1,), (0,), 10)
 PROMPTS = (10, 60, 61, 62, 63, 64, 125)
-"""Prompt lengths: in these tests the output grows into another block at once, soon or never."""
+"""Prompt lengths: the output begins another block immediately, after a few tokens, or not at all."""
 DEPLOYMENT = Deployment(limits=LimitsConfig(max_running=1000))
 NOBODY = 1 << 61
 
@@ -202,7 +202,7 @@ def test_several_tokens_are_one_delivery_with_all_that_was_asked_for() -> None:
 
 
 def test_what_comes_behind_an_end_or_a_gap_is_nobody_s() -> None:
-    """The request with a gap goes on from the tokens before it, once."""
+    """The request with a gap continues from the tokens before the gap, once."""
     front, (a, b) = decoding(2)
     rows: list[Row] = [
         (a, 1, 61, "stop"),

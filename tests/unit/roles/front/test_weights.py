@@ -1,4 +1,4 @@
-"""Test units of two weights side by side, as in a rolling restart: neither uses the other's KV."""
+"""Test units with old and with new weights at the same time, as in a rollout: neither uses the other's KV."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ def test_what_is_prefilled_and_cannot_be_decoded_is_prefilled_by_the_others() ->
 
 
 def test_a_drain_loses_nothing_of_what_is_on_its_way() -> None:
-    """A request in decode goes on there until the drain's deadline; then the other units prefill
-    it, and the request that is still in prefill.
+    """A request in decode continues there until the drain's deadline. Then the other units prefill it,
+    and also the request that is still in prefill.
     """
     made = front(*BOTH[:2], max_retries=0)
     for name in "ab":

@@ -387,7 +387,7 @@ def test_without_memory_only_the_disk_is_asked() -> None:
 
 
 def test_without_memory_a_prompt_of_one_token_is_stored_as_well() -> None:
-    """Its blocks are freed in the same event in which their writes begin."""
+    """The prompt's blocks are freed in the same event in which their writes begin."""
     unit = leader(keeps_blocks=False)
     unit.handle(0.0, Prefill(asked("a", 200, max_tokens=1)))
     assert answer_stores(unit, finish(unit, 0)) == 3

@@ -92,7 +92,7 @@ def test_check_sees_a_prompt_that_does_not_know() -> None:
 
 
 def test_a_read_that_was_predicted_to_take_long_is_waited_for_as_long() -> None:
-    """Many blocks, or many reads before it: it was started because computing takes even longer."""
+    """The read has many blocks, or many reads before it; computing would take even longer."""
     membership = DiskReads(timeout_s=5.0)
     started(membership, 0.0, "a", Prefix(1, 0, 2, load_s=4.0))
     started(membership, 1.0, "b")

@@ -216,7 +216,7 @@ def test_a_full_queue_gives_back() -> None:
 
 
 def test_logprobs_come_by_row_of_the_step() -> None:
-    """They are not ordered by chunk: rows are in any order, and one of them is void."""
+    """Log-probabilities are not ordered by chunk: rows are in any order, and one of them is void."""
     unit, asked = prefill_leader(chunk_tokens=100), Sampling(num_logprobs=0)
     for name, prompt in (("x", 1), ("y", 1), ("a", 150), ("b", 10), ("c", 10)):
         unit.handle(0.0, Prefill(generation(name, prompt, sampling=asked)))

@@ -68,7 +68,7 @@ class Hosts:
         self.leader = RankedLeader("decode-0", self.inner, membership)
         self.now_s = 1000.0
         self.true: dict[tuple[int, int], tuple[float, float]] = {}
-        """(step, rank) -> when it was computed, by the leader's clock."""
+        """(step, rank) -> (start, end) of its computation, by the leader's clock."""
         self.leader.start(self.now_s)
         self.ranks = [
             RankRole(RankUp("decode-0", rank, f"e{rank}", host, 1, f"pool-{rank}"))
@@ -153,7 +153,7 @@ def test_times_of_one_host_stay_as_they_are() -> None:
 
 
 def test_a_rank_that_is_gone_was_where_it_was() -> None:
-    """Its last steps are converted from its own host's time, even if its number is reused."""
+    """A lost rank's last steps are converted from its own host's time, even if its number is reused."""
     scene = Hosts(["10.0.0.1", "10.0.0.2"], 1)
     scene.step()
     scene.leader.membership._processes[1].up = None

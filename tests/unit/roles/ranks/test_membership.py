@@ -32,7 +32,7 @@ def up(rank: int, epoch: str = "", host: str = "h") -> RankUp:
 
 
 class Driver:
-    """UnitMembership and ranks that answer as the test directs."""
+    """UnitMembership, with ranks that answer when the test says so."""
 
     def __init__(self, num_ranks: int = 4, **options: float) -> None:
         self.num_ranks = num_ranks
@@ -87,7 +87,7 @@ class Driver:
             assert self.membership.check() == []
 
     def look(self) -> None:
-        """Let the supervisor answer."""
+        """Let the supervisor answer each Suspect with a Sighting."""
         for send in self.membership.take_sends():
             if isinstance(send.message, Suspect):
                 waited_s = self.now_s if self.waits else 0.0

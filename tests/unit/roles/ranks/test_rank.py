@@ -228,7 +228,7 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
 def test_what_a_step_that_failed_was_to_fetch_is_held_by_nobody(
     error: str | None, *, is_void: bool, is_copied: bool
 ) -> None:
-    """The leader does the same: only it knew that the blocks must be fetched again."""
+    """After a failed step the block has no name, as in the leader, which alone knew of the fetch."""
     rank = formed_rank()
     if is_copied:
         rank.handle(0.0, RankDo(Pull("a", 0, LEASE, (3, 4))))
@@ -248,7 +248,7 @@ def test_what_a_step_that_failed_was_to_fetch_is_held_by_nobody(
 
 
 def test_blocks_that_were_named_for_its_predecessor_are_none_of_its_own() -> None:
-    """Its blocks are empty: a name would lead readers to KV that was never computed."""
+    """The new process's blocks are empty: a name would lead readers to KV that was never computed."""
     rank = make_rank()
     rank.start(0.0)
     named = RankDo(Named(NamedBlocks((6,), b"n" * NAME_BYTES, NO_NAME), 2))

@@ -66,7 +66,7 @@ def test_a_part_of_the_time_is_too_short() -> None:
 
 @pytest.mark.parametrize("has_rows", [True, False], ids=["decode", "prefill"])
 def test_a_host_that_has_more_to_do_is_not_slow(*, has_rows: bool) -> None:
-    """Its rank may have the only prompt (prefill) or the only request (decode)."""
+    """The host's rank may have the only prompt (prefill) or the only request (decode)."""
     parts = waiting_for("c", num_rows=0)
     parts[3] = part(3, num_rows=1, busy_s=STEP_S)
     assert found_in(parts, has_rows=has_rows) is None

@@ -1,5 +1,5 @@
-"""Test the outbox, a file of facts that wait: each append is complete or absent, all writers share
-the file, and facts of a dead writer are read by the next one.
+"""Test the outbox, a file of facts that are not in the ledger yet: each append is complete or absent,
+all writers share the file, and the next writer reads the facts of a dead one.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def left_in(path: Path) -> list[str]:
 
 
 def held(outbox: LedgerOutbox) -> tuple[list[int], list[str]]:
-    """Return the ids of its rows, and the requests in them."""
+    """Return (row ids, request ids) of the outbox."""
     batches = list(outbox.waiting())
     names = [one.request_id for _, packed in batches for one in packed.requests]
     return [one for ids, _ in batches for one in ids], names

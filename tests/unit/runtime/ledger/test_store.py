@@ -121,8 +121,8 @@ def test_a_folder_that_cannot_be_made_is_down_for_now(tmp_path: Path) -> None:
 def test_a_file_that_is_taken_away_is_made_again(
     store: Store, tmp_path: Path, is_kept: bool
 ) -> None:
-    """A removed file is not written on, as no reader would find it; a moved one has all that was
-    written until then.
+    """The store stops writing to a removed file, which no reader would find. A moved file has all that
+    was written until then.
     """
     store.prepare()
     store.write(PackedFacts((fact("a"),)))

@@ -213,7 +213,7 @@ def test_a_pipe_with_a_logs_name_holds_up_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.needs("root")
 class TestRoot:
-    """Another account owns the folder, and puts links there."""
+    """Tests as root: another account owns the folder, and puts links into it."""
 
     STRANGER = 4321
 

@@ -67,7 +67,7 @@ def test_one_that_gets_no_processor_is_waited_for() -> None:
     "detector itself did not run."
 )
 def test_a_judge_who_stood_still_begins_to_count_where_it_left() -> None:
-    """The detector was stopped for an hour, or got no processor: heartbeats may still be under way."""
+    """The detector itself did not run for an hour: heartbeats of that time may not be received yet."""
     watch = watching()
     assert frozen_at(watch, 0.0, 1.0) == {}
     assert frozen_at(watch, 3600.0, TIMEOUT_S - 1.0) == {}

@@ -1,5 +1,5 @@
-"""Test what a writer adopts from dead writers, when some of it is damaged, unreadable or no segment
-at all.
+"""Test which segments a writer adopts from dead writers if some files are damaged, unreadable or no
+segments.
 """
 
 import errno

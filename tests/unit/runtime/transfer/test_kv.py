@@ -283,7 +283,7 @@ def test_auto_falls_back_to_tcp_where_one_end_has_no_nixl(
 def test_the_best_transport_that_may_be_used_comes_first(
     handover: str, names: list[str], far_names: list[str] | None, pool: KvPool
 ) -> None:
-    """`far_names`: of a pool without a file on this host; None: it cannot be reached."""
+    """`far_names`: transports to a pool without a file on this host; None: it cannot be reached."""
     key, agent = secret_of(RUN), NixlAgent("never made")
     own = OwnEnd(
         handover,

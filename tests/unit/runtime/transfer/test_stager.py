@@ -1,5 +1,5 @@
-"""Test the stage thread: plans run in order, each is answered once, unless a newer formation or the
-end of the process voids it.
+"""Test the stage thread: plans run in order, and each is answered once unless a newer formation or the
+end of the process voids the plan.
 
 The wire is real; the stager fetches from itself.
 """

@@ -112,7 +112,7 @@ def test_a_request_is_in_the_hour_it_is_complete_in() -> None:
     books = day_tally(small(prices="1/2/3"), some, FIRST_S, token_s)
     made = day_report(books, ())
     assert [made.lines[index].counts.num_requests for index in range(3)] == [10, 20, 0]
-    # Its pace is that of the hour before the first, which is the last hour's.
+    # A request from before the day has the pace of the day's last hour.
     assert made.lines[0].counts.tokens_out == 5010
     assert made.lines[0].counts.stream_us == 10 * 500 * 100_000
     later = made.lines[1].counts

@@ -58,7 +58,7 @@ def test_the_ledgers_are_whole_and_both_roles_worked() -> None:
 
 
 def test_liquid_and_window_agree() -> None:
-    """Compare at the same units; the window has about 440 requests, so noise is 5 %."""
+    """Compare both with the same units; the window has about 440 requests, so its noise is 5 %."""
     decode, middle = looked().reading.decode, fluid().middles[LOOKED_AT]
     assert decode.requests_per_rank == pytest.approx(middle.requests_per_rank, rel=0.1)
     assert 1.0 / decode.token_s == pytest.approx(middle.tokens_per_s_user, rel=0.05)

@@ -1,4 +1,4 @@
-"""A day joined into a result: all keys of the report, windows if any, no made-up number."""
+"""A day joined into a result: all keys of the report, windows if there are any, no invented number."""
 
 from __future__ import annotations
 

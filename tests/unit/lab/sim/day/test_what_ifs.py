@@ -49,7 +49,7 @@ def test_what_is_so_already_is_no_alternative() -> None:
 
 
 def test_what_does_not_fit_is_no_alternative() -> None:
-    """Fit experts: 8 ranks of 141 GB hold all, 8 of 80 GB do not."""
+    """Check that all experts fit into 8 ranks of 141 GB, but not into 8 of 80 GB."""
     assert not any(other.hardware == "h800" for _, other in what_ifs(small()))
     assert any(other.hardware == "h800" for _, other in what_ifs(Study(hardware="h200")))
     trays = UnitsStudy(36, 32, 64, bundle=0, extra=0, units_min=1, units_max=9, use=0.9)

@@ -1,4 +1,4 @@
-"""Requests running at the start: they are in decode at once and draw their remaining tokens."""
+"""Requests running at the start: they begin in decode and draw their remaining tokens."""
 
 from __future__ import annotations
 
