@@ -140,7 +140,9 @@ def chat(
     )
 )
 def report(
-    last: Annotated[str, typer.Option(help="Period until now: 90m, 24h, 7d or 2w.")] = "24h",
+    last: Annotated[
+        str, typer.Option(help="Period until now, such as 90m, 24h, 7d or 2w.")
+    ] = "24h",
     by: Annotated[str, typer.Option(help="Rows of the report: hour, model or tenant.")] = "hour",
     tenant: Annotated[
         bool,

@@ -18,7 +18,7 @@ import numpy as np
 PATH = Path(__file__).resolve().parents[1] / "budget.toml"
 PERIOD_S = 20.0
 MARGIN = 1.25
-LEAST = 20.0
+LEAST = 100.0
 """Smallest budget of a folder, in units: smaller amounts are noise."""
 _ABOUT = (
     "# Processor time by folder of tests and level, in units of the loop of tests/suite/budget.py: about",

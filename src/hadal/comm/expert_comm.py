@@ -115,7 +115,7 @@ class ExpertComm:
         )
         self._low_latency = None
         if self.mode == "low_latency" and self.peers:
-            # Sized for all expert slots, filled or not: a later layer may fill more of them.
+            # Sized for all expert slots, filled or not: a flip (`install_layer`) may fill more of a layer's.
             self._low_latency = LowLatencyMode(
                 self._codec,
                 self._device,

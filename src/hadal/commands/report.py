@@ -92,7 +92,7 @@ def seconds_of(text: str) -> int:
     """Return the seconds of "90m", "24h", "7d", "2w" or a number of hours. Raises ValueError."""
     found = re.fullmatch(r"([0-9]{1,6})\s*([mhdw]?)", text.strip().lower())
     if not found or not int(found[1]):
-        raise ValueError(f"--last is {text!r}; write it as 90m, 24h, 7d or 2w.")
+        raise ValueError(f"--last is {text!r}; write it like 90m, 24h, 7d or 2w.")
     seconds = int(found[1]) * _UNITS_S[found[2] or "h"]
     if seconds > _MAX_S:
         raise ValueError(f"--last is {text!r}; use at most {_MAX_S // _UNITS_S['d']}d.")

@@ -184,7 +184,7 @@ def serve(
         ),
     ] = False,
 ) -> None:
-    """Serve a model over the OpenAI API: a gateway, prefill units and decode units, each of one
+    """Serve a model over OpenAI's and Anthropic's APIs: a gateway, prefill units and decode units, each of one
     process or of many.
     """
     if drafts is not None and drafts not in ("auto", "0", "1", "2", "3"):

@@ -485,8 +485,8 @@ class Deployment(ConfigTable, frozen=True):
         total = sum(self.num_units_max(role) * units_of(self, role).ranks for role in ROLES)
         if total > _MOST_RANKS:
             raise ConfigError(
-                f"prefill and decode: their units have {total:,} ranks together; {_MOST_RANKS:,}"
-                " can be."
+                f"prefill and decode: their units have {total:,} ranks together; at most"
+                f" {_MOST_RANKS:,} are possible."
             )
 
     def num_units_max(self, role: str) -> int:

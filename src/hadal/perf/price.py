@@ -119,7 +119,7 @@ def price(
 
 
 def price_stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: int) -> Price:
-    """Return the price of many layers, from walks over a few."""
+    """Return the price of `num_layers` layers, extrapolated from `price` of a few (`extended`)."""
 
     def of(num: int) -> tuple[float, ...]:
         walked = price(schedule, micro_batches, num)

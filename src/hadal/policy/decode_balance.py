@@ -99,8 +99,8 @@ class Shares:
         return self.requests_R * self.per_request_R
 
     def fits(self, arrival: Arrival) -> Bools:
-        """Return [R], True where the arrival fits: a free slot, and blocks for the worst case, or
-        with `preempts` blocks for now.
+        """Return [R], True where the arrival fits: a free slot and blocks for its worst case; with
+        `preempts`, only blocks for now and head-room (`fits_decode`).
 
         With `preempts`, its own worst case must still fit into an empty rank: otherwise preempting
         all other requests would not help.

@@ -3,7 +3,8 @@
 The limit on tokens is a bucket that holds one minute's worth and fills evenly. A prompt is admitted
 if the bucket covers it. Output tokens are subtracted as they are drawn, even below 0, so that the
 long-term rate holds. The dollar limit is strict: a request is admitted only if the day's budget
-covers its maximum cost on top of all charges so far and the maximum costs of running requests.
+covers its maximum cost on top of all charges so far and the maximum costs of admitted requests that
+are not charged yet.
 
 Values in, values out; the state is the front's (roles/front/tenants).
 """

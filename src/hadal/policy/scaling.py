@@ -81,16 +81,18 @@ class ScalingRules:
         for name, role in ((PREFILL, self.prefill), (DECODE, self.decode)):
             if not 0 < role.num_min <= role.num_max:
                 raise ValueError(
-                    f"{name}: the floor is {role.num_min} units; 1 to {role.num_max}, the most,"
-                    " can be."
+                    f"{name}: num_min is {role.num_min}; it must be 1 to num_max, {role.num_max}."
                 )
             if not 0.0 < role.use <= 1.0 or role.unit_nodes < 1:
                 raise ValueError(
-                    f"{name}: use is {role.use:g}, of (0, 1]; {role.unit_nodes} nodes a unit, 1 or"
-                    " more."
+                    f"{name}: use is {role.use:g} and must be above 0, at most 1; unit_nodes is"
+                    f" {role.unit_nodes} and must be 1 or more."
                 )
             if min(role.num_bundle, role.num_extra) < 0:
-                raise ValueError(f"{name}: a bundle cannot have fewer than 0 units.")
+                raise ValueError(
+                    f"{name}: num_bundle is {role.num_bundle}, and num_extra is {role.num_extra};"
+                    " neither may be below 0."
+                )
         if bool(self.prefill.num_bundle) != bool(self.decode.num_bundle):
             raise ValueError(
                 "a bundle has units of both roles, or there are no bundles: set both to 0."

@@ -243,7 +243,7 @@ class Follower:
     """State of one text in its grammar."""
 
     def __init__(self, grammar: Grammar, tokens: Sequence[int]) -> None:
-        """Start after `tokens`, which the first mask reads."""
+        """Start after `tokens`. The first mask consumes them; until then a Follower costs nothing."""
         self.error: str | None = None
         """Reason why the grammar cannot follow the text; then no token is allowed. None: it can."""
         self._grammar = grammar

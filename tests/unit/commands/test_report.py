@@ -179,8 +179,8 @@ def test_a_quiet_time_says_when_the_last_request_was(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--last", "soon"), "write it as 90m, 24h, 7d or 2w"),
-        (("--last", "0h"), "write it as 90m"),
+        (("--last", "soon"), "write it like 90m, 24h, 7d or 2w"),
+        (("--last", "0h"), "write it like 90m"),
         (("--tenant", "--by", "model"), "leave one of them out"),
         (("--last", "999999w"), "at most 3660d"),
         (("--by", "day"), "by hour, model, tenant"),

@@ -225,11 +225,11 @@ def test_a_unit_of_unknown_speed_is_not_too_slow() -> None:
 @pytest.mark.parametrize(
     ("role", "fields", "words"),
     [
-        ({"num_min": 0}, {}, "the floor is 0"),
-        ({"num_min": 13}, {}, "the floor is 13"),
+        ({"num_min": 0}, {}, "num_min is 0"),
+        ({"num_min": 13}, {}, "num_min is 13"),
         ({"use": 0.0}, {}, "use is 0"),
-        ({"unit_nodes": 0}, {}, "0 nodes a unit"),
-        ({"num_extra": -1}, {}, "fewer than 0"),
+        ({"unit_nodes": 0}, {}, "unit_nodes is 0"),
+        ({"num_extra": -1}, {}, "may be below 0"),
         ({"num_bundle": 0}, {}, "set both to 0"),
         ({}, {"start_s": -1.0}, "start_s"),
         ({}, {"period_s": 0.0}, "period_s"),

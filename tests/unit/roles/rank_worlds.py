@@ -85,7 +85,7 @@ class World:
         self.reasons: list[str] = []
         self.schedules: set[tuple[str, int]] = set()
         self.lazy: list[str] = []
-        """Names that are sent again later."""
+        """Names of requests that wait to be sent again, the oldest first."""
         self.penalties = Sampling(frequency_penalty=1.0)
 
     def feed(self, event: Event) -> None:
@@ -230,7 +230,9 @@ class World:
 
 
 class PrefillWorld(World):
-    """Prefill unit; leases are verified, then released. A request draws three tokens."""
+    """Prefill unit. A lease is verified and released, and its request is sent again as the next attempt,
+    one token each, until it ends.
+    """
 
     leader: PrefillLeader
 

@@ -128,7 +128,7 @@ def test_a_supervisor_that_stood_still_itself_loses_nobody(is_heard_first: bool)
 
 
 def test_many_short_pauses_are_no_excuse_for_ever() -> None:
-    """Time counts as silence if the supervisor was called as often as it promised."""
+    """Gaps of PERIOD_S between ticks count as the node's silence, not as a pause of the supervisor."""
     book = Book().up(0)
     lost = []
     for _ in range(4):

@@ -393,8 +393,9 @@ class BatchWorker:
         return None
 
     async def _until_spare(self, batch: BatchRow, work: Work) -> Ticket | ApiError | None:
-        """Wait for spare (off-peak) capacity. Return the line's ticket, or the refusal of its
-        tenant's quota; None if the batch may start no more lines.
+        """Wait for spare (off-peak) capacity. Return the line's ticket, or a refusal after which to try
+        again later (quota, shutdown); None if the batch may start no more lines. Raises ApiError if
+        the line can never be admitted.
         """
         while (tenant := self._tenant_of(batch)) is not None:
             try:

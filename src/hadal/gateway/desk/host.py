@@ -318,7 +318,7 @@ class Host(Doors):
     def _log_returned(self, message: Returned) -> None:
         mailbox = self._mailboxes.get(message.request_id)
         if mailbox is not None:
-            # A lack of free capacity is routine, and the metrics count it.
+            # Reasons that use up no retry, such as preemption, are routine: metrics count them.
             level = logging.INFO if answer_to(message.reason, 0).is_counted else logging.DEBUG
             log_id = (
                 mailbox.log_id

@@ -3,8 +3,8 @@
     file --once a second, if it changed--> the gateway with the front --asked by path--> the others
 
 The previous keys stay, and the log has the reason, if the file is unreadable, has no keys, or has
-none of the previous tenants: an accident may have emptied or overwritten it. Tenants may be missing
-if `hadal keys revoke` noted there that it removed them. A file that differs at each look is still
+none of the previous tenants: an accident may have emptied or overwritten it. Tenants that `hadal
+keys revoke` noted in the file as revoked do not count as previous tenants. A file that differs at each look is still
 being written, and is read once it is stable. The other gateways may run on hosts without the file;
 they refuse all requests until they have its keys.
 """

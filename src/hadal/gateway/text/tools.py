@@ -240,7 +240,7 @@ def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Too
     num_bytes = sum(len(json.dumps(tool.arguments)) for tool in tools if tool.is_strict)
     if num_bytes > MAX_STRICT_BYTES:
         raise RequestError(
-            f"tools: the {words.schema} of strict tools have {num_bytes} bytes; at most"
+            f"tools: the {words.schema} fields of strict tools have {num_bytes} bytes; at most"
             f" {MAX_STRICT_BYTES} are allowed.",
             "tools",
         )

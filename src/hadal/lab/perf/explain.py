@@ -1,4 +1,6 @@
-"""Price of a step, with a table of its stages (seconds, bound, exposed time) and a trace."""
+"""Price of a step, with a table of its stages (seconds, bound, exposed time) and a trace of this
+one step. lab/perf/trace has traces of successive steps.
+"""
 
 from __future__ import annotations
 

@@ -270,7 +270,9 @@ def filled_bins(histogram: Row) -> list[tuple[float, float, float]]:
 
 
 def by_rank(values: Values, name: str, role: str, unit: str = "") -> Figure | None:
-    """Return a chart of sorted bars with their mean as a line; the label has maximum over mean."""
+    """Return a chart of bars, the highest first, with their mean as a line. The figure's text has the
+    maximum, the mean and their ratio. None if there are no values.
+    """
     ranked = sorted(
         ((value, rank) for rank, value in enumerate(values) if value is not None), reverse=True
     )

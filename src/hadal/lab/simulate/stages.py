@@ -236,7 +236,7 @@ def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
 
 
 def check_promise(study: Study) -> None:
-    """Raise ConfigError if no decode batch meets the TPOT target by the price of its steps. Takes a
+    """Raise ConfigError if no decode batch meets the TPOT target by the step model. Takes a
     second; measurements would fail only after minutes.
     """
     batch_within(study, expert_ranks(study)[DECODE].imbalance, kv_length_about(study))

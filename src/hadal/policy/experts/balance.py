@@ -119,19 +119,16 @@ def balance(
             " one; use mode global."
         )
     sizes = (num_experts, num_layers, len(cluster.expert_slots))
-    if (
-        current is not None
-        and (current.num_experts, current.num_layers, current.num_ranks) != sizes
-    ):
-        raise ValueError(
-            "the current placement has other layers, ranks or experts than the loads and ranks"
-            " given."
-        )
+    if current is not None:
+        theirs = current.num_experts, current.num_layers, current.num_ranks
+        if theirs != sizes:
+            raise ValueError(
+                f"the current placement has (experts, layers, ranks) {theirs}; the loads and the"
+                f" cluster have {sizes}."
+            )
     if max_moves is not None:
         if current is None or max_moves < 0:
-            raise ValueError(
-                "max_moves is 0 or more and needs the current placement it counts from."
-            )
+            raise ValueError("max_moves must be 0 or more, and needs the current placement.")
         today = complete(_today(current, living, capacity), summed, capacity)
         by_node = mode in ("hierarchical", "hybrid")
         table = place_near(

@@ -36,7 +36,7 @@ class UnitReporter:
         self._held = held
         self._front_epoch: str | None = None
         self._is_known = False
-        """True once UnitUp was sent."""
+        """True if UnitUp was sent to the present front."""
         self._was_up = pools.num_living > 0
         self._said: tuple[int, ...] = ()
         self._busy_s: float | None = None

@@ -177,7 +177,9 @@ def _unmapped() -> int:
 
 
 def _restrict(descriptor: int) -> None:
-    """Take all permissions from others. Raises OSError for all but own files and folders."""
+    """Take all permissions from other accounts; leave a folder with the sticky bit as it is. Raises
+    OSError for a link, a special file, and anything else of another account.
+    """
     found = os.fstat(descriptor)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise OSError(errno.ELOOP, "it is a link, or neither file nor folder")

@@ -240,7 +240,8 @@ class OwnBlocks:
             good[:, POSITION].tolist(),
             uses[slots].tolist(),
         )
-        # Start above all sequences marked damaged: readers would reject such a record in that slot.
+        # Start above the sequences of all records, and above those marked damaged: readers would
+        # reject a new record with a marked sequence in the same slot.
         used = *records[is_whole, SEQUENCE].tolist(), *damaged[damaged < _SEQUENCE_MAX].tolist()
         self._sequence = max(self._sequence, max(used, default=0) + 1)
         self._segment_to_uses[segment.number] = uses

@@ -39,8 +39,8 @@ def test_a_prefill_step_draws_after_last_chunks_and_takes_what_they_cost() -> No
     plans = [PrefillPlan(3, (chunk(1000, is_last=False), chunk(2000))) for _ in range(8)]
     done = PrefillRunner(model, long).run(plans)
     assert (done.step_id, done.keys, done.tokens) == (3, tuple(range(1, 16, 2)), (WORD_ID,) * 8)
+    # As many tokens per rank as above, in prompts of their mean length.
     alone = model.prefill(3000, 1500, schedule=SEQUENTIAL.name)
-    # As many tokens, in prompts of the mean length.
     assert done.elapsed_s == pytest.approx(alone.seconds, rel=0.03)
     assert {time.op for time in done.op_times} == {time.op for time in alone.op_times()}
 

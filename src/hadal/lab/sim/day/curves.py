@@ -211,7 +211,7 @@ def _nothing_seen(role: str) -> ConfigError:
 def _prefill_requests_per_s(
     study: Study, placed: Mapping[str, float], load: DemandFigures
 ) -> float:
-    """Return the approximate requests/s of a prefill unit by the prices of its steps."""
+    """Return about how many requests/s a prefill unit can compute, by the step model."""
     priced = study.step_model(PREFILL, placed[PREFILL]).prefill(
         study.chunk_tokens, load.tokens_in, load.tokens_hit
     )

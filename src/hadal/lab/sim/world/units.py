@@ -222,7 +222,7 @@ class LoggedRunner:
         self._prefill_ranks = log.prefill_ranks
 
     def run(self, plans: Sequence[Any]) -> StepDone:
-        """Run the plans as the Runner does."""
+        """Run the plans, and log the step: its unit, start, duration and work."""
         done = self.runner.run(plans)
         self._steps.append((self._unit, self._clock.now(), done.elapsed_s, self.runner.work))
         if isinstance(self.runner, PrefillRunner):

@@ -94,7 +94,7 @@ def test_nodes_are_those_of_the_hardware() -> None:
         (units(PREFILL, request_balance=NO_MOVES), "prefill: request_balance is 'no_moves'"),
         (units(DECODE, request_balance="best"), "one of auto, no_moves, off, turns"),
         (units(DECODE, expert_balance="best"), "expert_balance is 'best'"),
-        (units(DECODE, ranks=0), "0 nodes a unit"),
+        (units(DECODE, ranks=0), "unit_nodes is 0"),
         (units(DECODE, ranks=100), "100 ranks"),
         (units(DECODE, redundant_experts=1), "do not divide evenly among 144"),
         (
@@ -105,7 +105,7 @@ def test_nodes_are_those_of_the_hardware() -> None:
         (units(DECODE, ranks=2, redundant_experts=0), "no memory left for KV with 128 experts"),
         (units(DECODE, bundle=0), "no bundles: set both to 0"),
         (units(DECODE, use=1.5), "use is 1.5"),
-        (units(DECODE, units_min=0), "the floor is 0 units"),
+        (units(DECODE, units_min=0), "num_min is 0"),
     ],
 )
 def test_what_cannot_be_says_so_at_birth(changes: dict[str, Any], why: str) -> None:
