@@ -273,13 +273,13 @@ def test_imports_stand_at_the_top() -> None:
 
 
 def test_the_lender_alone_knows_ray() -> None:
-    """The lender is a process of its own, so that serving processes do not communicate through Ray."""
-    lender = SRC / "runtime" / "ray_cluster.py"
+    """The node provider is a process of its own, so that serving processes do not communicate through Ray."""
+    provider = SRC / "runtime" / "ray_cluster.py"
     fail_on(
         [
             f"{name(path)}:{line}: imports {module}"
             for path in python_files("src/hadal")
-            if path != lender
+            if path != provider
             for line, module in imports(parse(path))
             if module.split(".")[0] == "ray" or module == "hadal.runtime.ray_cluster"
         ]

@@ -39,7 +39,7 @@ TEMP = "/dev/shm/t"
 NODE_START_S = 60.0
 """Time that a Ray node takes to start on a busy machine."""
 RAY = ("/ray/", "ray::", "hadal.runtime.ray_cluster")
-"""Words in the command lines of Ray's own processes and of the lender, its one client. `ray start`
+"""Words in the command lines of Ray's own processes and of the node provider, its one client. `ray start`
 is missing on purpose, for it only waits.
 """
 _CLONE_NEWNET = 0x40000000

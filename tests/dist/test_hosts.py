@@ -182,7 +182,7 @@ def test_the_texts_are_those_of_one_host_also_if_a_rank_dies(deployed: Deployed)
 
 @FAULT
 def test_a_step_needs_nothing_of_ray(deployed: Deployed) -> None:
-    """Requests are answered while all of Ray's processes and the lender are frozen."""
+    """Requests are answered while all of Ray's processes and the node provider are frozen."""
     cases = everyday_cases(12, SEED)
     rays = {pid for host in deployed.hosts for word in RAY for pid in host.pids(word)}
     assert len(rays) > 6, "a raylet and an actor of each host, and the head"

@@ -1,5 +1,5 @@
 """The published fleet at its peak on a Ray cluster with as many nodes, all raylets on one host. The
-lender finds a group of whole nodes for every unit, and gives all of them back.
+provider finds a group of whole nodes for every unit, and gives all of them back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from hadal.core.config import ClusterConfig, FleetConfig, read_deployment
-from hadal.core.messages.base import LENDER, SUPERVISOR
+from hadal.core.messages.base import NODE_PROVIDER, SUPERVISOR
 from hadal.core.messages.nodes import Address, KeepNodes, NodeNews, NodesKept
 from hadal.runtime.addresses import write_address
 from hadal.runtime.process.process import Run, write_run
@@ -23,7 +23,7 @@ from hadal.runtime.wire import ZmqWire
 from hadal.runtime.wire_sockets import Network
 from tests.dist.fake_nodes import GPUS, ClusterState
 from tests.dist.hosts import NEEDS_HOSTS, PORT, ROOT, Host, Hosts
-from tests.dist.light_lender import NUM_AGENTS
+from tests.dist.light_provider import NUM_AGENTS
 from tests.waiting import unix_now, wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.full, pytest.mark.timeout(3000)]
@@ -57,7 +57,7 @@ def wait_for(host: Host, is_so: Callable[[ClusterState], bool], what: str) -> Cl
 
 
 class Asking:
-    """Stand-in for the supervisor, with the part that lender and agents use."""
+    """Stand-in for the supervisor, with the part that node provider and agents use."""
 
     def __init__(self, host: Host, folder: Path, run: Run) -> None:
         network = Network(host.address, SECRET)
@@ -65,16 +65,16 @@ class Asking:
         write_run(folder, run)
         write_address(folder, SUPERVISOR, Address(1, self._wire.endpoint))
         self.found: tuple[tuple[int, ...], ...] | None = None
-        """Groups in the lender's last report."""
+        """Groups in the node provider's last report."""
         self.agents: set[int] = set()
         """Nodes that have sent a message."""
 
     def have(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        """Ask for these groups repeatedly, like the supervisor, until the lender has found them."""
+        """Ask for these groups repeatedly, like the supervisor, until the node provider has found them."""
         wanted = set(groups)
 
         def are_found() -> bool:
-            self._wire.send(LENDER, KeepNodes(groups))
+            self._wire.send(NODE_PROVIDER, KeepNodes(groups))
             self._hear()
             return self.found is not None and set(self.found) == wanted
 
@@ -133,22 +133,22 @@ def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> N
         command = [
             sys.executable,
             "-m",
-            "tests.dist.light_lender",
+            "tests.dist.light_provider",
             "--folder",
             name,
             "--epoch-number",
             "1",
         ]
-        host.start("lender", command, {NUM_AGENTS: str(LIGHT)})
+        host.start("provider", command, {NUM_AGENTS: str(LIGHT)})
         try:
             asking.have(())
             began_s = unix_now()
             asking.have(groups)
             print(f"{len(groups)} groups after {unix_now() - began_s:.1f} s", flush=True)
-            lent = wait_for(host, lambda now: now.num_free_gpus == 0, "no GPU is left")
+            provided = wait_for(host, lambda now: now.num_free_gpus == 0, "no GPU is left")
             named = {f"r0-{'-'.join(map(str, group))}": len(group) for group in groups}
-            assert {name: len(nodes) for name, nodes in lent.groups.items()} == named
-            every = [node for nodes in lent.groups.values() for node in nodes]
+            assert {name: len(nodes) for name, nodes in provided.groups.items()} == named
+            every = [node for nodes in provided.groups.values() for node in nodes]
             assert len(set(every)) == len(every) == num_nodes, "no node is in two groups"
             asking.hear_agents(LIGHT)
             print(f"{LIGHT} agents after {unix_now() - began_s:.1f} s", flush=True)
@@ -160,5 +160,5 @@ def test_every_group_of_the_published_peak_is_placed_whole_and_given_back() -> N
                 host, lambda now: not now.groups and now.num_free_gpus == free, "all is given back"
             )
         finally:
-            print(host.log("lender")[-3000:])
+            print(host.log("provider")[-3000:])
             asking.close()

@@ -1,8 +1,8 @@
 """Nodes of a cluster, for the supervisor: starts processes on them through their agents, and
 distributes the processes' addresses.
 
-roles/nodes tracks which nodes are up and what they should run. The lender (node provider) gets
-agents onto the nodes: runtime/lending sends it requests, runtime/ray_cluster implements it.
+roles/nodes tracks which nodes are up and what they should run. The node provider gets
+agents onto the nodes: runtime/provided_nodes sends it requests, runtime/ray_cluster implements it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hadal.core.messages.nodes import (
 from hadal.core.messages.units import Suspect
 from hadal.roles.nodes import FarProcess, NodePhase, Nodes, agent_name
 from hadal.runtime.addresses import address_path, read_address, write_address
-from hadal.runtime.lending import Lending
 from hadal.runtime.process.process import Run
 from hadal.runtime.process.status import NodeStatus
+from hadal.runtime.provided_nodes import ProvidedNodes
 from hadal.runtime.topology import ProcessPlan, gateways_here, node_groups, wire_name
 from hadal.runtime.wire import ZmqWire
 
@@ -49,7 +49,7 @@ _MAX_LINES = 10_000
 _PUMP_S = 0.05
 """Longest wait for one batch of agents' messages while the run ends."""
 _ADOPT_S = 5.0
-"""Time for agents to contact a new supervisor, from the lender's first report on."""
+"""Time for agents to contact a new supervisor, from the node provider's first report on."""
 
 
 class _RemoteLines:
@@ -214,7 +214,7 @@ class LiveNodes:
         self._adopt_until_s = math.inf
         self._adopted: list[Elsewhere] = []
         groups = node_groups(deployment)
-        self._lending = Lending(groups, wire, adopts=adopts)
+        self._provided = ProvidedNodes(groups, wire, adopts=adopts)
         self._timeout_s = deployment.cluster.place_timeout_s
         self._name_to_node = {plan.name: plan.node for plan in plans if plan.node is not None}
         self._fitness = _Fitness(versions)
@@ -227,8 +227,8 @@ class LiveNodes:
 
     @property
     def wrong(self) -> str:
-        """Complaint for an operator about lent nodes; empty if there is none."""
-        return self._lending.wrong
+        """Complaint for an operator about provided nodes; empty if there is none."""
+        return self._provided.wrong
 
     def status(self) -> tuple[NodeStatus, ...]:
         """Return each node's state."""
@@ -242,9 +242,9 @@ class LiveNodes:
         return self._nodes.nodes[elsewhere.node].host if elsewhere is not None else ""
 
     def handle(self, now_s: float, message: NodeNews | Printed | NodesKept) -> bool:
-        """Handle a message of an agent or the lender. Return True if the supervisor should act."""
+        """Handle a message of an agent or the node provider. Return True if the supervisor should act."""
         if isinstance(message, NodesKept):
-            self._lending.handle(now_s, message)
+            self._provided.handle(now_s, message)
             self._adopt_until_s = min(self._adopt_until_s, now_s + _ADOPT_S)
             return False
         if isinstance(message, Printed):
@@ -260,7 +260,7 @@ class LiveNodes:
             return False
         agent = agent_name(message.node, message.boot)
         self._addresses.agent_spoke(now_s, agent, message.agent)
-        if message.node not in self._lending:
+        if message.node not in self._provided:
             self._wire.send(agent, NodeOrders((), is_over=True))  # Its node was released.
             return False
         node = self._nodes.nodes[message.node]
@@ -296,7 +296,7 @@ class LiveNodes:
         """Return whether the agents of all found nodes have reported."""
         return all(
             self._nodes.nodes[number].phase is not NodePhase.ABSENT
-            for number, _ in self._lending.found()
+            for number, _ in self._provided.found()
         )
 
     def tick(self, now_s: float) -> bool:
@@ -307,7 +307,7 @@ class LiveNodes:
             now_s > self._adopt_until_s or (self._adopt_until_s < math.inf and self._is_all_heard())
         ):
             self.is_adopting = False
-        self._lending.tick(now_s)
+        self._provided.tick(now_s)
         for node in self._nodes.tick(now_s):
             log.error(
                 "node %d (%s) has sent no report for %.1f s: it is lost, with all its processes",
@@ -318,7 +318,7 @@ class LiveNodes:
             for elsewhere in self._processes.values():
                 if elsewhere.node == node.number:
                     elsewhere.stdout.close()
-        self._lending.complain(self._why_silent(now_s))
+        self._provided.complain(self._why_silent(now_s))
         for name in self._addresses.forget_agents(
             now_s, {node.agent for node in self._nodes.nodes}
         ):
@@ -336,12 +336,12 @@ class LiveNodes:
         """Request these nodes; release groups that contain none of them."""
         if self.is_adopting:
             return
-        for number in self._lending.keep(now_s, nodes):
+        for number in self._provided.keep(now_s, nodes):
             self._nodes.release(number)
 
     def complaint(self) -> str:
         """Return why nodes are missing, at the first call after that began; else empty."""
-        return self._lending.complaint()
+        return self._provided.complaint()
 
     def node_for(self, plan: ProcessPlan) -> int | None:
         """Return the node for a process now: its own or, if that is lost and the process is a
@@ -416,7 +416,7 @@ class LiveNodes:
 
     def _why_silent(self, now_s: float) -> str:
         """Return why a found node is unusable; empty if each is usable or may soon be."""
-        for number, found_s in self._lending.found():
+        for number, found_s in self._provided.found():
             node = self._nodes.nodes[number]
             if why := self._fitness.why_unfit(number):
                 return f"node {number} ({node.host}) is not used: {why}"

@@ -1,4 +1,4 @@
-"""The lender (node provider): asks Ray for nodes, starts an agent on each, and replaces lost nodes.
+"""The node provider: asks Ray for nodes, starts an agent on each, and replaces lost nodes.
 
     placement group   nodes of one unit, or one node shared by small units: all of them or none
     actor             one per bundle; it starts the agent as its own child process and ends with it
@@ -9,7 +9,7 @@
     Ray's head        must keep its state on disk or in Redis; otherwise all nodes end with it
 
 Messages of serving do not go through Ray. Ray notices a dead node after seconds to a minute; Hadal
-has given it up long before (roles/nodes), and the lender only replaces it. Groups and actors are
+has given it up long before (roles/nodes), and the node provider only replaces it. Groups and actors are
 detached. So this process may end and restart, e.g. with its Ray node: the run continues, and is
 found again by its name. Only this module imports ray.
 
@@ -51,7 +51,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hadal.core.config import units_of
 from hadal.core.errors import EXIT_CONFIG, ConfigError
-from hadal.core.messages.base import LENDER, SUPERVISOR
+from hadal.core.messages.base import NODE_PROVIDER, SUPERVISOR
 from hadal.core.messages.nodes import Address, KeepNodes, NodesKept
 from hadal.runtime.addresses import address_path, read_address
 from hadal.runtime.agent import Joining
@@ -93,7 +93,7 @@ _NODE_ID = "ray.io/node-id"
 _LOOK_S = 0.1
 """Time between two requests to Ray for its progress."""
 _TELL_S = 1.0
-"""Time between the lender's reports to the supervisor."""
+"""Time between the node provider's reports to the supervisor."""
 LEASES_MAX = 10
 """Successive leases without contact to the supervisor, after which an unreachable supervisor's
 nodes are released.
@@ -108,7 +108,7 @@ _AGAIN_S = 2.0
 """Pause between an agent's end and the start of the next one."""
 
 Group = tuple[int, ...]
-"""Nodes of the deployment that are lent together or not at all."""
+"""Nodes of the deployment that are provided together or not at all."""
 
 
 class NodeActor:
@@ -187,7 +187,7 @@ class NodeActor:
 
 
 @dataclass
-class _Lent:
+class _Provided:
     """A requested group of nodes."""
 
     group: PlacementGroup
@@ -196,8 +196,8 @@ class _Lent:
     """True once the nodes were found and an agent was started on each."""
 
 
-class RayLender:
-    """Lender: moves the groups that Ray lends towards the wanted ones, one step per `move`."""
+class RayNodeProvider:
+    """Node provider: moves the groups that Ray provides towards the wanted ones, one step per `move`."""
 
     def __init__(
         self, run: Run, supervisor: Address, api_keys: str = "", api_keys_file: str = ""
@@ -211,7 +211,7 @@ class RayLender:
         keys = (api_keys, api_keys_file) if self._gateways else ("", "")
         self._joining = Joining(0, "", supervisor, run, *keys)
         self._name = run.deployment.cluster.name
-        self._lent: dict[Group, _Lent] = {}
+        self._groups: dict[Group, _Provided] = {}
         self._late: dict[Group, str] = {}
         """Group -> why its nodes were not found in time."""
         self._is_kept = False
@@ -230,7 +230,7 @@ class RayLender:
     @property
     def found(self) -> tuple[Group, ...]:
         """Groups with nodes that Ray has found."""
-        return tuple(group for group, lent in self._lent.items() if lent.has_agents)
+        return tuple(group for group, provided in self._groups.items() if provided.has_agents)
 
     def keep(self, run: Run) -> None:
         """Record the run in Ray's store, for the next supervisor."""
@@ -270,7 +270,7 @@ class RayLender:
             _internal_kv_del(key, namespace=_NAMESPACE)
 
     def _adopt(self) -> None:
-        """Take over the groups that an earlier lender of this run requested, and send their agents
+        """Take over the groups that an earlier node provider of this run requested, and send their agents
         the new supervisor.
         """
         prefix = f"{self._run_id}-"
@@ -278,9 +278,11 @@ class RayLender:
             name = asked["name"]
             if name.startswith(prefix) and asked["state"] != "REMOVED":
                 group = tuple(map(int, name.removeprefix(prefix).split("-")))
-                self._lent[group] = lent = _Lent(get_placement_group(name), time.monotonic())
+                self._groups[group] = provided = _Provided(
+                    get_placement_group(name), time.monotonic()
+                )
                 if asked["state"] in ("CREATED", "RESCHEDULING"):  # RESCHEDULING: a node is lost.
-                    self._start_all(group, lent)
+                    self._start_all(group, provided)
 
     def move(self, wanted: Collection[Group]) -> str:
         """Release unwanted groups and request missing ones. Return a complaint as text, or "".
@@ -290,15 +292,17 @@ class RayLender:
         """
         self._set_floor(wanted)
         self._forget_removed()
-        for group in self._lent.keys() - set(wanted):
+        for group in self._groups.keys() - set(wanted):
             self._release(group)
-        pending = next((one for one, lent in self._lent.items() if not lent.has_agents), None)
-        missing = [group for group in wanted if group not in self._lent]
+        pending = next(
+            (one for one, provided in self._groups.items() if not provided.has_agents), None
+        )
+        missing = [group for group in wanted if group not in self._groups]
         if pending is not None:
-            self._look(pending, self._lent[pending])
+            self._look(pending, self._groups[pending])
         elif missing:
             group = max(missing, key=self._urgency)
-            self._lent[group] = _Lent(self._place(group), time.monotonic())
+            self._groups[group] = _Provided(self._place(group), time.monotonic())
         return next((text for group, text in self._late.items() if group in wanted), "")
 
     def _urgency(self, group: Group) -> tuple[bool, bool, int]:
@@ -312,10 +316,10 @@ class RayLender:
         # Ray lists removed groups too, under the same names as their successors.
         listed = placement_group_table().values()
         there = {asked["name"] for asked in listed if asked["state"] != "REMOVED"}
-        for group in list(self._lent):
+        for group in list(self._groups):
             if self._name_of(group) not in there:
                 log.warning("%s were released by their agents", _nodes(group))
-                del self._lent[group]
+                del self._groups[group]
 
     def _name_of(self, group: Group) -> str:
         return f"{self._run_id}-{'-'.join(map(str, group))}"
@@ -328,21 +332,21 @@ class RayLender:
             self._floor, self._floor_s = floor, time.monotonic()
             _ask_autoscaler(floor, self._deployment.cluster.label)
 
-    def _look(self, group: Group, lent: _Lent) -> None:
+    def _look(self, group: Group, provided: _Provided) -> None:
         """Start agents if the nodes were found; give up for now after the time limit."""
-        waited_s = time.monotonic() - lent.asked_s
-        if placement_group_table(lent.group)["state"] == "CREATED":
+        waited_s = time.monotonic() - provided.asked_s
+        if placement_group_table(provided.group)["state"] == "CREATED":
             self._late.pop(group, None)
-            self._start_all(group, lent)
+            self._start_all(group, provided)
             log.info("Ray found %s in %.1f s", _nodes(group), waited_s)
         elif waited_s > self._deployment.cluster.place_timeout_s:
             self._late[group] = self._why_late(group, waited_s)
             self._release(group)
 
-    def _start_all(self, group: Group, lent: _Lent) -> None:
+    def _start_all(self, group: Group, provided: _Provided) -> None:
         for index, (node, bundle) in enumerate(self._bundles(group).items()):
-            self._start(node, bundle, lent.group, index)
-        lent.has_agents = True
+            self._start(node, bundle, provided.group, index)
+        provided.has_agents = True
 
     def _start(
         self, node: int, bundle: dict[str, float], group: PlacementGroup, index: int
@@ -372,11 +376,11 @@ class RayLender:
         in a group that no longer exists.
         """
         log.info("releasing %s to Ray", _nodes(group))
-        lent = self._lent.pop(group).group
+        provided = self._groups.pop(group).group
         for index in range(len(group)):
             with contextlib.suppress(ValueError):  # The actor does not exist yet.
-                ray.kill(ray.get_actor(_actor_name(lent, index)))
-        remove_placement_group(lent)
+                ray.kill(ray.get_actor(_actor_name(provided, index)))
+        remove_placement_group(provided)
 
     def _refuse_open_ray(self) -> None:
         if not _lets_anybody_in():
@@ -491,7 +495,7 @@ def _lets_anybody_in() -> bool:
 
 
 def _actor_name(group: PlacementGroup, index: int) -> str:
-    """Return the name of the actor in a bundle, the same for every lender. It contains the group's
+    """Return the name of the actor in a bundle, the same for every node provider. It contains the group's
     id, because actors of removed groups may keep their names.
     """
     return f"{group.id.hex()}-{index}"
@@ -574,7 +578,7 @@ def _find(name: str, address: str) -> int:
 
 
 def main() -> int:
-    """Lend nodes until SIGTERM; return the exit code."""
+    """Provide nodes until SIGTERM; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--find")
     parser.add_argument("--address")
@@ -582,13 +586,13 @@ def main() -> int:
         return _find(found.find, found.address)
     add_epoch_arguments(parser)
     asked = parser.parse_args()
-    run = enter_child(LENDER, asked.folder)
+    run = enter_child(NODE_PROVIDER, asked.folder)
     # Only the supervisor, on this host, sends it messages.
-    wire = ZmqWire(LENDER, asked.folder, epoch_number=asked.epoch_number)
+    wire = ZmqWire(NODE_PROVIDER, asked.folder, epoch_number=asked.epoch_number)
     ending = threading.Event()
     try:
         supervisor = read_address(address_path(asked.folder, SUPERVISOR))
-        lender = RayLender(
+        provider = RayNodeProvider(
             run, supervisor, os.environ.get(API_KEYS, ""), os.environ.get(API_KEYS_FILE, "")
         )
         signal.signal(signal.SIGTERM, lambda *_: ending.set())
@@ -601,17 +605,17 @@ def main() -> int:
                 if isinstance(message, KeepNodes):
                     wanted = message.groups
             is_due = time.monotonic() - told_s >= _TELL_S
-            if is_due and lender.is_superseded:
+            if is_due and provider.is_superseded:
                 wire.send(SUPERVISOR, NodesKept(complaint, is_superseded=True))
                 ending.wait(_LAST_S)  # The supervisor ends this process.
                 return 0
             if wanted is not None:
-                complaint = lender.move(wanted)
+                complaint = provider.move(wanted)
             if is_due:
                 told_s = time.monotonic()
-                wire.send(SUPERVISOR, NodesKept(complaint, lender.found))
-                lender.keep(read_run(asked.folder))  # A rollout changes the run.
-        lender.end()
+                wire.send(SUPERVISOR, NodesKept(complaint, provider.found))
+                provider.keep(read_run(asked.folder))  # A rollout changes the run.
+        provider.end()
     except ConfigError as error:
         log.critical("%s", error)
         return EXIT_CONFIG

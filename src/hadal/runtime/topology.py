@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from hadal.core.balance import OFF
 from hadal.core.config import ROLES, Deployment, units_of
-from hadal.core.messages.base import FRONT, LENDER
+from hadal.core.messages.base import FRONT, NODE_PROVIDER
 
 UNIT_MODULE, GATEWAY_MODULE = "hadal.runtime.unit", "hadal.gateway.process"
-_LENDER_MODULE = "hadal.runtime.ray_cluster"
+_PROVIDER_MODULE = "hadal.runtime.ray_cluster"
 _CONSOLE_MODULE = "hadal.apps.console.process"
 CONSOLE = "console"
 """Role and name of the process that serves the web pages."""
@@ -88,7 +88,7 @@ class ProcessPlan:
 
 
 def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
-    """Return the plans of all processes: all possible units, the gateways, the lender of Ray nodes,
+    """Return the plans of all processes: all possible units, the gateways, the node provider of Ray nodes,
     and the console. Units come first, because they take longest.
     """
     plans = [plan for unit in place_units(deployment) for plan in _unit_plans(deployment, unit)]
@@ -96,7 +96,7 @@ def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
     for name, node in zip(gateway_names(deployment), nodes, strict=True):
         plans.append(ProcessPlan(name, GATEWAY, node, None, 1, GATEWAY_MODULE, ("--name", name)))
     if deployment.cluster.spans_hosts:
-        plans.append(ProcessPlan(LENDER, LENDER, None, None, 1, _LENDER_MODULE, ()))
+        plans.append(ProcessPlan(NODE_PROVIDER, NODE_PROVIDER, None, None, 1, _PROVIDER_MODULE, ()))
     if deployment.console.mode != OFF:
         plans.append(ProcessPlan(CONSOLE, CONSOLE, None, None, 1, _CONSOLE_MODULE, ()))
     return tuple(plans)
@@ -176,7 +176,7 @@ def gateway_nodes(deployment: Deployment) -> tuple[int, ...]:
 
 
 def node_groups(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
-    """Return groups of nodes that are lent together or not at all, each node a different host of
+    """Return groups of nodes that are provided together or not at all, each node a different host of
     its group: nodes of one large unit, a node shared by small units, and last the gateways' nodes.
     """
     groups = dict.fromkeys(unit.nodes for unit in place_units(deployment))

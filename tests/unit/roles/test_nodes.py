@@ -304,7 +304,7 @@ def test_a_node_that_is_given_back() -> None:
     assert book.nodes[0].phase is NodePhase.ABSENT
     assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]
     assert book.pass_time(10.0, news(1)) == []
-    # The same node is lent again.
+    # The same node is provided again.
     assert book.update(book.now_s, news(0, boot="b2"))
     assert book.nodes[0].phase is NodePhase.UP
     book.release(0)

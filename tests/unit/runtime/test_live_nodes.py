@@ -14,7 +14,7 @@ import pytest
 
 from hadal.core.config import ClusterConfig, Deployment, GatewayConfig, UnitsConfig
 from hadal.core.errors import ConfigError
-from hadal.core.messages.base import LENDER
+from hadal.core.messages.base import NODE_PROVIDER
 from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.nodes import (
     Address,
@@ -96,11 +96,11 @@ def world() -> Iterator[World]:
 )
 @pytest.mark.promise("waits for the nodes of each unit, all of them or none")
 def test_groups_are_asked_for_whole_and_given_back(world: World) -> None:
-    assert world.wire.sent == [(LENDER, KeepNodes(((0,), (1, 2))))]
+    assert world.wire.sent == [(NODE_PROVIDER, KeepNodes(((0,), (1, 2))))]
     world.nodes.keep(0.1, {0, 1, 2})
     assert len(world.wire.sent) == 1, "it was just said"
     world.nodes.keep(0.2, {2})
-    assert world.wire.sent[1:] == [(LENDER, KeepNodes(((1, 2),)))]
+    assert world.wire.sent[1:] == [(NODE_PROVIDER, KeepNodes(((1, 2),)))]
     world.speak(0.3, 0)
     told = (agent_name(0, "b"), NodeOrders((), is_over=True))
     assert world.wire.sent[2:] == [told], "its node was given back"
@@ -115,7 +115,7 @@ def test_what_another_supervisor_left_is_found_before_anything_is_done_about_it(
         assert world.nodes.is_adopting
         assert world.wire.sent == [], "no group is given back, and none asked for"
         world.nodes.tick(100.0)
-        assert world.nodes.is_adopting, "the lender has not spoken, so no agent can"
+        assert world.nodes.is_adopting, "the node provider has not spoken, so no agent can"
         world.found(101.0)
         world.speak(101.1, 1, leader)
         [found] = world.nodes.take_adopted()
@@ -134,7 +134,7 @@ def test_what_another_supervisor_left_is_found_before_anything_is_done_about_it(
         (orders,) = [m.addresses for to, m in world.wire.sent[-3:] if to == agent_name(1, "b")]
         assert orders == {"decode-0": later.address}
         world.nodes.keep(101.6, {0, 1, 2})
-        assert (LENDER, KeepNodes(((0,), (1, 2)))) in world.wire.sent
+        assert (NODE_PROVIDER, KeepNodes(((0,), (1, 2)))) in world.wire.sent
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hadal.core.messages.nodes import Address, KeepNodes, NodesKept
 from hadal.runtime import ray_cluster
 from hadal.runtime.agent import Joining
 from hadal.runtime.process.process import Run
-from hadal.runtime.ray_cluster import Group, RayLender
+from hadal.runtime.ray_cluster import Group, RayNodeProvider
 
 DEPLOYMENT = Deployment(
     prefill=UnitsConfig(threads=2, ranks_per_node=1),
@@ -114,7 +114,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
     monkeypatch.setattr(ray_cluster.ray, "get_actor", played.actor)
     monkeypatch.setattr(ray_cluster.ray, "kill", played.actors.remove)
     monkeypatch.setattr(
-        RayLender,
+        RayNodeProvider,
         "_start",
         lambda _, node, bundle, group, index: played.actors.append(
             ray_cluster._actor_name(group, index)
@@ -125,15 +125,15 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
 
 
 @pytest.fixture
-def lender(played: PlayedRay) -> RayLender:
-    return RayLender(Run("run", DEPLOYMENT), ADDRESS)
+def provider(played: PlayedRay) -> RayNodeProvider:
+    return RayNodeProvider(Run("run", DEPLOYMENT), ADDRESS)
 
 
-def have(played: PlayedRay, lender: RayLender, group: Group) -> None:
+def have(played: PlayedRay, provider: RayNodeProvider, group: Group) -> None:
     """Request a group alone, until it is placed."""
-    lender.move((group,))
+    provider.move((group,))
     played.find(group)
-    lender.move((group,))
+    provider.move((group,))
 
 
 def test_a_cluster_where_anybody_may_run_code_is_refused_unless_it_is_allowed(
@@ -141,38 +141,38 @@ def test_a_cluster_where_anybody_may_run_code_is_refused_unless_it_is_allowed(
 ) -> None:
     monkeypatch.setattr(ray_cluster, "_lets_anybody_in", lambda: True)
     with pytest.raises(ConfigError, match=r"RAY_AUTH_MODE=token.*cluster\.open_ray"):
-        RayLender(Run("run", DEPLOYMENT), ADDRESS)
+        RayNodeProvider(Run("run", DEPLOYMENT), ADDRESS)
     assert not played.asked
     cluster = msgspec.structs.replace(DEPLOYMENT.cluster, open_ray="allow")
     allowed = msgspec.structs.replace(DEPLOYMENT, cluster=cluster)
-    RayLender(Run("run", allowed), ADDRESS)
+    RayNodeProvider(Run("run", allowed), ADDRESS)
     assert "requires no token" in caplog.text
 
 
 def test_an_autoscaler_hears_of_all_nodes_while_groups_are_asked_for_one_by_one(
-    played: PlayedRay, lender: RayLender
+    played: PlayedRay, provider: RayNodeProvider
 ) -> None:
     wanted = (PREFILL, DECODE_0)
-    lender.move(wanted)
+    provider.move(wanted)
     assert played.asked == ["1-2"], "the largest first"
     assert played.floors == [[CPU_2, CPU_1, CPU_1]]
     assert played.selectors == [[{"hadal": "gpu"}] * 3]
     played.now_s = 20.0
-    lender.move(wanted)
+    provider.move(wanted)
     assert len(played.floors) == 1, "nothing changed"
     played.find(DECODE_0)
-    lender.move(wanted)
-    lender.move(wanted)
+    provider.move(wanted)
+    provider.move(wanted)
     assert played.asked == ["1-2", "0"]
     played.now_s = 40.0
-    lender.move(wanted)
+    provider.move(wanted)
     assert len(played.floors) == 2, "somebody else may have said something else"
-    lender.move((PREFILL,))
+    provider.move((PREFILL,))
     assert played.floors[-1] == [CPU_2]
-    lender.move(())
+    provider.move(())
     assert played.floors[-1] == []
     played.now_s = 1000.0
-    lender.move(())
+    provider.move(())
     assert len(played.floors) == 4, "a floor that is nothing is said once"
 
 
@@ -181,78 +181,78 @@ def test_an_autoscaler_hears_of_all_nodes_while_groups_are_asked_for_one_by_one(
     "what the cluster has."
 )
 def test_nodes_that_others_have_are_asked_for_again_and_again(
-    played: PlayedRay, lender: RayLender
+    played: PlayedRay, provider: RayNodeProvider
 ) -> None:
-    assert lender.move((PREFILL,)) == ""
+    assert provider.move((PREFILL,)) == ""
     played.now_s = 61.0
-    assert "node 0 not found within 61 s" in lender.move((PREFILL,))
-    lender.move((PREFILL,))
+    assert "node 0 not found within 61 s" in provider.move((PREFILL,))
+    provider.move((PREFILL,))
     assert played.asked == ["0", "0"]
     assert played.waiting() == ["run-0"]
     played.find(PREFILL)
-    assert lender.move((PREFILL,)) == ""
-    assert lender.found == (PREFILL,)
+    assert provider.move((PREFILL,)) == ""
+    assert provider.found == (PREFILL,)
 
 
 @pytest.mark.promise(
     "the nodes of a unit that is stopped go back to Ray, and are had again before it starts"
 )
 def test_the_actors_of_a_group_that_is_given_back_end_with_it(
-    played: PlayedRay, lender: RayLender
+    played: PlayedRay, provider: RayNodeProvider
 ) -> None:
     """Removing a group does not end an actor that Ray must restart whenever it ends."""
-    have(played, lender, DECODE_0)
+    have(played, provider, DECODE_0)
     assert len(set(played.actors)) == 2
-    lender.move(())
+    provider.move(())
     assert played.actors == []
     assert played.states == {"run-1-2": "REMOVED"}
 
 
 def test_an_autoscaler_that_cannot_be_told_is_told_later(
-    played: PlayedRay, lender: RayLender, monkeypatch: pytest.MonkeyPatch
+    played: PlayedRay, provider: RayNodeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(**_: Any) -> None:
         raise ray_cluster.RpcError("the head is away")
 
     with monkeypatch.context() as patch:
         patch.setattr(ray_cluster, "request_resources", fail)
-        lender.move((PREFILL,))
+        provider.move((PREFILL,))
     assert played.asked == ["0"]
     played.now_s = 31.0
-    lender.move((PREFILL,))
+    provider.move((PREFILL,))
     assert played.floors == [[CPU_2]]
 
 
 @pytest.mark.promise("takes them over with their streams and starts nothing anew")
 def test_the_next_supervisor_finds_the_run_and_the_one_before_gives_nothing_back(
-    played: PlayedRay, lender: RayLender, capfdbinary: pytest.CaptureFixture[bytes]
+    played: PlayedRay, provider: RayNodeProvider, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    have(played, lender, PREFILL)
+    have(played, provider, PREFILL)
     assert ray_cluster._find("cell-0", "10.0.0.1:1") == 0
     found = msgspec.json.decode(capfdbinary.readouterr().out, type=Joining)
-    assert (found.run, found.supervisor) == (lender._joining.run, ADDRESS)
+    assert (found.run, found.supervisor) == (provider._joining.run, ADDRESS)
 
     later = Run("run", DEPLOYMENT, term=2)
     num_actors = len(played.actors)
-    RayLender(later, Address(2, "tcp://10.0.0.2:2"))
+    RayNodeProvider(later, Address(2, "tcp://10.0.0.2:2"))
     assert len(played.actors) == 2 * num_actors, "the actor there is told"
-    assert lender.is_superseded
-    other = RayLender(later, Address(2, "tcp://10.0.0.3:3"))
+    assert provider.is_superseded
+    other = RayNodeProvider(later, Address(2, "tcp://10.0.0.3:3"))
     assert other.is_superseded, "of two that follow at once, the first does"
     other.end()
     assert played.states == {"run-0": "CREATED"}
     kept = dict(played.kept)
-    again = RayLender(Run("run", DEPLOYMENT), ADDRESS)
+    again = RayNodeProvider(Run("run", DEPLOYMENT), ADDRESS)
     assert again.is_superseded
     assert played.kept == kept, "one that is started again does not take the run back"
-    lender.end()
+    provider.end()
     assert played.states == {"run-0": "CREATED"}
 
 
 def test_a_run_that_follows_another_under_its_name_is_a_later_one(played: PlayedRay) -> None:
     """A deployment was changed, and the earlier run is not taken over."""
-    RayLender(Run("run", DEPLOYMENT, term=2), Address(2, "tcp://10.0.0.1:2"))
-    new = RayLender(Run("new", DEPLOYMENT, term=3), Address(3, "tcp://10.0.0.1:3"))
+    RayNodeProvider(Run("run", DEPLOYMENT, term=2), Address(2, "tcp://10.0.0.1:2"))
+    new = RayNodeProvider(Run("new", DEPLOYMENT, term=3), Address(3, "tcp://10.0.0.1:3"))
     assert not new.is_superseded
     new.end()
     assert played.kept.keys() == {ray_cluster._STORAGE_TAG}, "nothing is left"
@@ -260,44 +260,44 @@ def test_a_run_that_follows_another_under_its_name_is_a_later_one(played: Played
 
 def test_a_group_that_misses_a_node_is_taken_over_as_it_is(played: PlayedRay) -> None:
     played.states["run-1-2"] = "RESCHEDULING"
-    lender = RayLender(Run("run", DEPLOYMENT, term=2), Address(2, "tcp://10.0.0.2:2"))
+    provider = RayNodeProvider(Run("run", DEPLOYMENT, term=2), Address(2, "tcp://10.0.0.2:2"))
     assert len(played.actors) == 2, "both are told: Ray starts the missing one again"
-    assert lender.found == (DECODE_0,)
+    assert provider.found == (DECODE_0,)
     played.now_s = 100.0
-    lender.move((DECODE_0,))
+    provider.move((DECODE_0,))
     assert played.states["run-1-2"] == "RESCHEDULING", "it is not given back"
 
 
 def test_a_group_that_its_agents_gave_back_is_asked_for_again(
-    played: PlayedRay, lender: RayLender
+    played: PlayedRay, provider: RayNodeProvider
 ) -> None:
-    have(played, lender, PREFILL)
+    have(played, provider, PREFILL)
     played.states["run-0"] = "REMOVED"
     played.now_s = 31.0
-    lender.move((PREFILL,))
+    provider.move((PREFILL,))
     assert played.asked == ["0", "0"]
 
 
 def test_a_group_is_still_there_although_one_before_it_was_given_back(
-    played: PlayedRay, lender: RayLender
+    played: PlayedRay, provider: RayNodeProvider
 ) -> None:
     for wanted in ((PREFILL,), (), (PREFILL,)):
-        lender.move(wanted)
+        provider.move(wanted)
         if wanted:
             played.find(PREFILL)
-        lender.move(wanted)
+        provider.move(wanted)
     played.now_s = 31.0
-    lender.move((PREFILL,))
+    provider.move((PREFILL,))
     assert played.asked == ["0", "0"]
-    assert lender.found == (PREFILL,)
+    assert provider.found == (PREFILL,)
 
 
 def test_a_run_that_ended_is_not_found(
-    played: PlayedRay, lender: RayLender, capfdbinary: pytest.CaptureFixture[bytes]
+    played: PlayedRay, provider: RayNodeProvider, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    lender.move((PREFILL,))
-    assert not lender.is_superseded
-    lender.end()
+    provider.move((PREFILL,))
+    assert not provider.is_superseded
+    provider.end()
     assert played.states == {"run-0": "REMOVED"}
     assert ray_cluster._find("cell-0", "10.0.0.1:1") == 0
     assert capfdbinary.readouterr().out == b""

@@ -91,8 +91,8 @@ def test_the_published_peak_of_278_nodes_is_one_group_a_unit() -> None:
     assert Counter(len(unit.nodes) for unit in units) == {4: 29, 18: 9}
     assert [node for unit in units for node in unit.nodes] == list(range(278)), "none twice"
 
-    *plans, gateway, lender, console = launch_plan(fleet)
-    assert [(plan.name, plan.node) for plan in (console, gateway, lender)] == [
+    *plans, gateway, provider, console = launch_plan(fleet)
+    assert [(plan.name, plan.node) for plan in (console, gateway, provider)] == [
         ("console", None),
         ("gateway", None),
         ("ray", None),

@@ -10,7 +10,7 @@ SCRATCH_BLOCK = 0
 """Block to which padded rows of a batch write; it is never leased or owned."""
 SUPERVISOR = "supervisor"
 """Name of the supervisor on the wire."""
-LENDER = "ray"
+NODE_PROVIDER = "ray"
 """Name of the node provider's process, which acquires nodes from Ray."""
 FRONT = "front"
 """Name on the wire of the gateway that runs the front (router)."""

@@ -19,7 +19,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeepNodes(Message, frozen=True):
-    """Supervisor -> lender (node provider), repeatedly: run an agent on every node of these groups,
+    """Supervisor -> node provider, repeatedly: run an agent on every node of these groups,
     and on no other. The nodes of a group are acquired together or not at all.
     """
 
@@ -27,7 +27,7 @@ class KeepNodes(Message, frozen=True):
 
 
 class NodesKept(Message, frozen=True):
-    """Lender (node provider) -> supervisor, repeatedly: state of the nodes it provides."""
+    """Node provider -> supervisor, repeatedly: state of the nodes it provides."""
 
     complaint: str
     """Reason for which wanted nodes are not found; empty if they are found, or may be soon."""

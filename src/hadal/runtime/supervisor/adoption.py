@@ -10,7 +10,7 @@ import logging
 import time
 
 from hadal.core.errors import EXIT_CONFIG
-from hadal.core.messages.base import LENDER
+from hadal.core.messages.base import NODE_PROVIDER
 from hadal.core.messages.nodes import NodeNews, NodesKept, Printed
 from hadal.core.messages.units import Drain
 from hadal.runtime.nodes import Elsewhere, LiveNodes
@@ -49,10 +49,10 @@ class NodeKeeper:
         self._has_other_keys = has_other_keys
 
     def handle(self, message: NodeNews | Printed | NodesKept) -> bool:
-        """Handle a report of an agent or the lender. Return True if it is more than a heartbeat."""
+        """Handle a report of an agent or the node provider. Return True if it is more than a heartbeat."""
         has_news = self._nodes.handle(time.monotonic(), message)
         if isinstance(message, NodesKept):
-            self._readiness.ready(LENDER)
+            self._readiness.ready(NODE_PROVIDER)
             self._end_if_superseded(message)
         return has_news
 
@@ -66,7 +66,7 @@ class NodeKeeper:
             self._adopt(now_s, process)
 
     def end_if_missing(self) -> None:
-        """Log the lender's complaint. If nothing was served yet, missing nodes end the start."""
+        """Log the node provider's complaint. If nothing was served yet, missing nodes end the start."""
         if complaint := self._nodes.complaint():
             log.error("%s.", complaint)
             if not self._children.has_served:

@@ -11,7 +11,7 @@ import signal
 import time
 
 from hadal.core.errors import EXIT_CONFIG
-from hadal.core.messages.base import FRONT, LENDER
+from hadal.core.messages.base import FRONT, NODE_PROVIDER
 from hadal.core.messages.units import LeaderDown, UnitDown
 from hadal.runtime.process.child import Child, ProcessPhase
 from hadal.runtime.process.forks import reap_others
@@ -129,7 +129,7 @@ class Exits:
     def _tell(self, child: Child, reason: str) -> None:
         """Report the end of a unit to the front, and the end of a rank to its leader."""
         unit, rank = unit_and_rank(child.name)
-        if child.name == GATEWAY or child.role in (LENDER, CONSOLE):
+        if child.name == GATEWAY or child.role in (NODE_PROVIDER, CONSOLE):
             return  # The first message of its successor reports it.
         if rank is not None:
             self._ended_ranks.setdefault((unit, reason), []).append(child.name)

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
-from hadal.core.messages.base import LENDER
+from hadal.core.messages.base import NODE_PROVIDER
 from hadal.runtime.addresses import address_path, socket_path
 from hadal.runtime.nodes import LiveNodes
 from hadal.runtime.process.child import Child, ProcessPhase
@@ -27,7 +27,7 @@ log = logging.getLogger("hadal.supervisor")
 
 STOP_S = 4.0
 """Time from SIGTERM to SIGKILL when the run ends."""
-WITHOUT_TORCH = (GATEWAY, LENDER, CONSOLE)
+WITHOUT_TORCH = (GATEWAY, NODE_PROVIDER, CONSOLE)
 """Roles that start while the fork server still imports torch; their processes do not need it."""
 
 
@@ -114,7 +114,8 @@ class Starter:
         elif child.role == CONSOLE and self._listeners.pages is not None:
             fds = (self._listeners.pages.fileno(),)
             environment[LISTEN_FD] = str(fds[0])
-        if child.role in (GATEWAY, LENDER):  # The lender gives the keys to nodes with gateways.
+        # The node provider gives the keys to nodes with gateways.
+        if child.role in (GATEWAY, NODE_PROVIDER):
             environment |= self._keys
         # The console uses none of the imported modules: a fork would hold torch's memory in vain.
         forks = self._forks if child.role != CONSOLE else None

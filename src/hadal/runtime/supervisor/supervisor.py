@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from hadal.core.errors import ConfigError
-from hadal.core.messages.base import LENDER, SUPERVISOR
+from hadal.core.messages.base import NODE_PROVIDER, SUPERVISOR
 from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.fleet import Demand, Rollout
 from hadal.core.messages.gateways import GatewayHeartbeat
@@ -223,8 +223,8 @@ class Supervisor:
         self._kept.close()
         self._readiness.close()
         deadline_s = time.monotonic() + (0.0 if self._end.is_at_once else STOP_S)
-        lenders = [child for child in self._children.all if child.role == LENDER]
-        others = [child for child in self._children.all if child not in lenders]
+        providers = [child for child in self._children.all if child.role == NODE_PROVIDER]
+        others = [child for child in self._children.all if child not in providers]
         if self._end.is_superseded:  # Another supervisor owns the processes on the nodes.
             others = [child for child in others if self._children.is_here(child)]
         self._starter.end(others, deadline_s)
@@ -232,7 +232,7 @@ class Supervisor:
         if nodes is not None:
             if not self._end.is_superseded:
                 nodes.close()
-            self._starter.end(lenders, time.monotonic() + STOP_S)
+            self._starter.end(providers, time.monotonic() + STOP_S)
         self._starter.close()
         self._wire.close()
         if nodes is None:

@@ -1,9 +1,9 @@
-"""The lender with agents that run nothing: an actor reports its node once, then rests.
+"""The node provider with agents that run nothing: an actor reports its node once, then rests.
 
 The serving agent imports torch before it is asked to start anything. One host has no memory for
-hundreds of such agents. Everything else is the lender's own.
+hundreds of such agents. Everything else is the node provider's own.
 
-    python -m tests.dist.light_lender --folder RUN_FOLDER --epoch-number 1
+    python -m tests.dist.light_provider --folder RUN_FOLDER --epoch-number 1
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class LightActor:
         """Do nothing: no other supervisor follows."""
 
 
-class LightLender(ray_cluster.RayLender):
-    """Lender that starts actors on the first NUM_AGENTS nodes only, as many as this machine can bear."""
+class LightProvider(ray_cluster.RayNodeProvider):
+    """Node provider that starts actors on the first NUM_AGENTS nodes only, as many as this machine can bear."""
 
     def _start(self, node: int, *where: object) -> None:
         if node < int(os.environ[NUM_AGENTS]):
@@ -55,5 +55,5 @@ class LightLender(ray_cluster.RayLender):
 
 if __name__ == "__main__":
     ray_cluster.NodeActor = LightActor  # type: ignore[misc, assignment]
-    ray_cluster.RayLender = LightLender  # type: ignore[misc]
+    ray_cluster.RayNodeProvider = LightProvider  # type: ignore[misc]
     sys.exit(ray_cluster.main())

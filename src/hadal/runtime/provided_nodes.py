@@ -1,4 +1,4 @@
-"""Nodes lent to a run: requests groups of nodes from the lender (node provider), and tracks them.
+"""Nodes provided to a run: requests groups of nodes from the node provider, and tracks them.
 
 Independent of processes and agents: runtime/nodes runs processes on the nodes.
 """
@@ -9,23 +9,23 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from hadal.core.messages.base import LENDER
+from hadal.core.messages.base import NODE_PROVIDER
 from hadal.core.messages.nodes import KeepNodes, NodesKept
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.nodes")
 
 _ASK_S = 1.0
-"""Time between repeats of the request to the lender."""
+"""Time between repeats of the request to the node provider."""
 _SLOW_S = 5.0
-"""Time without news after which the lender counts as silent: it then waits for Ray."""
+"""Time without news after which the node provider counts as silent: it then waits for Ray."""
 _SILENT = "Ray does not answer: running processes go on, but no other node is used until it answers"
 Group = tuple[int, ...]
-"""Nodes that are lent together or not at all."""
+"""Nodes that are provided together or not at all."""
 
 
-class Lending:
-    """Groups of nodes that are wanted, and the state of each as the lender reports it."""
+class ProvidedNodes:
+    """Groups of nodes that are wanted, and the state of each as the node provider reports it."""
 
     def __init__(self, groups: Sequence[Group], wire: ZmqWire, *, adopts: bool) -> None:
         """`adopts`: another supervisor already has all groups."""
@@ -45,7 +45,7 @@ class Lending:
 
     @property
     def wrong(self) -> str:
-        """Complaint for an operator about lent nodes; empty if there is none."""
+        """Complaint for an operator about provided nodes; empty if there is none."""
         return _SILENT if self._is_silent else self._complaint
 
     def found(self) -> Iterator[tuple[int, float]]:
@@ -55,7 +55,7 @@ class Lending:
                 yield number, found_s
 
     def handle(self, now_s: float, message: NodesKept) -> None:
-        """Apply a report of the lender."""
+        """Apply a report of the node provider."""
         self._complaint, self._heard_s = message.complaint, now_s
         before_s = self._found_s
         self._found_s = {group: before_s.get(group, now_s) for group in message.found}
@@ -69,17 +69,17 @@ class Lending:
         for group in released:
             self._found_s.pop(group, None)
         self._kept, self._asked_s = kept, now_s
-        self._wire.send(LENDER, KeepNodes(tuple(sorted(kept))))
+        self._wire.send(NODE_PROVIDER, KeepNodes(tuple(sorted(kept))))
         return [number for group in released for number in group]
 
     def tick(self, now_s: float) -> None:
-        """Check whether the lender is silent."""
+        """Check whether the node provider is silent."""
         was_silent, self._is_silent = self._is_silent, now_s - self._heard_s > _SLOW_S
         if self._is_silent and not was_silent:
             log.error("%s.", _SILENT)
 
     def complain(self, complaint: str) -> None:
-        """Add a complaint about unusable nodes, unless the lender has reported one."""
+        """Add a complaint about unusable nodes, unless the node provider has reported one."""
         self._complaint = self._complaint or complaint
 
     def complaint(self) -> str:
