@@ -1,1 +1,1 @@
-"""House lab: simulator, planner and step model. Installed with the extra `lab`."""
+"""Simulator, planner and step model. `hadal simulate` needs the extra `lab`."""

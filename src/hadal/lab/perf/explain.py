@@ -61,7 +61,7 @@ class StepPrice:
     phase: str
     schedule: Schedule
     num_layers: int
-    """Number of MoE layers, draft layers included."""
+    """Number of MoE layers, and one more for each new draft."""
     walked: Price
     parts: tuple[StepPart, ...]
     micro_batches: tuple[MicroBatchLoad, ...]
@@ -69,8 +69,11 @@ class StepPrice:
     """Kernels of an MoE layer, by micro-batch."""
     ops: tuple[OpSeconds, ...]
     tokens_per_s_gpu: float = 0.0
+    """Tokens/s per GPU: computed ones in prefill, output in decode; 0 before `finished`."""
     tokens_per_s_user: float | None = None
-    """Output tokens/s of a request. None for prefill, where queueing determines a user's wait."""
+    """Output tokens/s of a request. None for prefill, where queueing determines a user's wait, and
+    before `finished`.
+    """
     extrapolated: tuple[str, ...] = ()
     """Inputs outside the range that the curves were fitted to, as text."""
     hbm_bytes: float = 0.0

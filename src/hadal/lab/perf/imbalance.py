@@ -30,11 +30,11 @@ def expected_imbalance(
 ) -> float:
     """Return the expected maximum over mean of the rows per rank, in one layer of one micro-batch.
 
-    `mean_rows`: (token, expert) pairs per rank, assigned at random: relative variance 1 /
-    `mean_rows`. `num_texts`: texts in the unit's micro-batch. Tokens of one text prefer the same
-    experts, with relative deviation `affinity`; it averages out over texts and over a rank's expert
-    slots. `placed`: imbalance that the placement leaves over a whole run (1 is perfect). The result
-    is at most `num_ranks`: all rows on one rank.
+    `mean_rows`: (token, expert) pairs per rank, assigned at random: relative variance (1 - 1 /
+    `num_ranks`) / `mean_rows`. `num_texts`: texts in the unit's micro-batch. Tokens of one text
+    prefer the same experts, with relative deviation `affinity`; it averages out over texts and over
+    a rank's expert slots. `placed`: imbalance that the placement leaves over a whole run (1 is
+    perfect). The result is at most `num_ranks`: all rows on one rank.
     """
     if num_ranks <= 1 or mean_rows <= 0.0:
         return 1.0

@@ -76,7 +76,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Kernels of a unit's layers, which all have the same shapes."""
+    """Kernels of a unit's layers. Shapes are equal in all MoE layers, and in all dense layers."""
 
     model: ModelConfig
     num_expert_slots: int

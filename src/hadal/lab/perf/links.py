@@ -7,7 +7,8 @@ use NVLink, in parallel to messages over RDMA. Both modes take
 
     fixed latency + max(RDMA bytes / rate of the NIC, NVLink bytes / rate of NVLink)
 
-Rates are shares of the hardware's rates, from DeepEP's tables on H800. Does not depend on
+Rates are shares of the hardware's rates, from DeepEP's tables on H800. Beside computation the
+second term is longer, except in low-latency dispatch (lab/perf/constants). Does not depend on
 schedules.
 """
 
@@ -26,7 +27,7 @@ from hadal.perf.shapes import combine_bytes, low_latency_dispatch_bytes, normal_
 
 @dataclass(frozen=True, slots=True)
 class LinkCurve:
-    """Fitted parameters of one direction (dispatch or combine) of one mode."""
+    """Fitted parameters of one mode, for dispatch, combine or both."""
 
     fixed_s: float
     nic_share: float

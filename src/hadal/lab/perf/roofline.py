@@ -219,8 +219,8 @@ class Roofline:
     def mla_decode(
         self, rows: float, pairs: float, kv_bytes: float, flops_per_pair: int, row_bytes: int
     ) -> Timed:
-        """Price core attention on the latent cache. `pairs`: number of (query token, position)
-        pairs; `kv_bytes`: bytes of KV read, once per request.
+        """Price core attention on the latent cache, or an indexer's scores. `pairs`: number of
+        (query token, position) pairs; `kv_bytes`: all bytes of KV or index keys that are read.
         """
         flops = flops_per_pair * (pairs + rows * MLA_DECODE.pad_pairs)
         return self._soft(

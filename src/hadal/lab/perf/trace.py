@@ -33,7 +33,7 @@ def steps_trace(unit: str, steps: Sequence[tuple[float, StepPrice]]) -> dict[str
     """Return a Trace Event Format object of successive steps, given as (begin in seconds, price).
     Its times are in us from the begin of the first step.
 
-    A step that begins before the end of the previous one only adds to the counters and is not
+    A step that begins before the end of the last drawn one only adds to the counters and is not
     drawn. Raises ValueError for begins that are not finite or not in order.
     """
     begins = [begin_s for begin_s, _ in steps]

@@ -98,7 +98,8 @@ def run(asked: PlanOptions) -> None:
 
 def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[Search, list[str]]:
     """Return the priced pairs of all wanted hardware with a known rent, and notes on the hardware
-    left out. Raises ValueError if no pair meets the SLO or an option is impossible.
+    left out. Raises ValueError if no pair meets the SLO, the cheapest one is too large for one
+    plan, or an option is impossible.
     """
     promise, traffic, choice = parse_slo(asked.slo), read_traffic(asked.traffic), _choice(asked)
     rent_of = rents(read_prices(asked.prices))
@@ -148,7 +149,7 @@ def _choice(asked: PlanOptions) -> SearchOptions:
 
 
 def _best(search: Search) -> DeploymentPlan:
-    """Return the cheapest plan that met its SLO in the simulator; if none, the cheapest priced."""
+    """Return the cheapest plan that met its SLO in the simulator; if none did, the cheapest one."""
     return search.verified[0][0] if search.verified else search.ranked()[0]
 
 

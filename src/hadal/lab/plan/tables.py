@@ -1,4 +1,4 @@
-"""Terminal output of `hadal plan`: the best plans, their simulation, and alternatives."""
+"""Terminal output of `hadal plan`: the best plans, the first one's simulation, and alternatives."""
 
 from __future__ import annotations
 
