@@ -1,4 +1,5 @@
-"""Simulation around the roles: load, disk cache, demand, faults. Makes no decision of serving.
+"""Simulation around the roles (load, disk cache, demand, faults), replay of recorded runs, and the
+planner's search. Makes no decision of serving.
 
 No module reads a file, a clock or a source of randomness: the caller passes in texts, times and
 random generators.

@@ -66,6 +66,7 @@ class ReplayReport:
     """Result of a comparison. `difference` None: every answer equals the recorded one."""
 
     num_processes: int
+    """Number of processes with at least one recorded call."""
     num_recorded: int
     """Number of recorded calls."""
     span_s: float
@@ -73,7 +74,7 @@ class ReplayReport:
     num_calls: int = 0
     """Number of calls with the recorded answer."""
     decisions: Counter[str] = field(default_factory=Counter)
-    """Decisions by kind, without timers, heartbeats and reports."""
+    """Decisions by kind, without timers, heartbeats of ranks and reports of units."""
     events: Counter[str] = field(default_factory=Counter)
     """Events by kind."""
     step_ms: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -129,7 +130,7 @@ def replay(
 
 
 def decision_of(effect: AnyEffect) -> str | None:
-    """Return the name of a decision; None for timers, heartbeats and reports."""
+    """Return a decision's name; None for timers, heartbeats of ranks and reports of units."""
     if isinstance(effect, Send):
         is_report = isinstance(effect.message, UnitReport | RankHeartbeat)
         return None if is_report else type(effect.message).__name__

@@ -235,9 +235,9 @@ class DecodeRunner:
         mtp_accept: float = MTP_ACCEPT,
     ) -> None:
         self.work = NO_WORK
-        """Figures of the last step."""
+        """Figures of the last step; if it had several passes, of the last pass."""
         self.price: StepPrice | None = None
-        """Price of the last step, for lab/perf/explain."""
+        """Price of the last step's last pass, for lab/perf/explain."""
         self.slow: dict[int, float] = {}
         """Rank -> slowdown factor of its part of a step."""
         self._num_living = model.num_ranks
@@ -248,7 +248,7 @@ class DecodeRunner:
         self._drafts = SimulatedDrafts(size, num_drafts_max, mtp_accept)
         self.is_taken: Bools = np.zeros(size, np.bool_)
         self._left: Ints = np.zeros(size, np.int64)
-        """Output tokens left until the stop id, by slot."""
+        """Output tokens left, including the stop id, by slot."""
         self._length: Ints = np.zeros(size, np.int64)
         """Positions in the KV cache, by slot."""
         self._is_computed: Bools = np.zeros(size, np.bool_)

@@ -15,8 +15,8 @@ in the steady state.
 
 Four parameters were fitted, each to one published figure, which `hadal simulate` prints beside
 ours: share_r1 to the mean KV length, document_share to input over output, continue_share to the
-share of hits, sessions_per_day to the day's input. All others are measured elsewhere or marked as
-assumed. This module does not read those figures.
+share of hits, sessions_per_day to the day's input. lead_s was fitted to the hourly shares. All
+others are measured elsewhere or marked as assumed. This module does not read those figures.
 """
 
 from __future__ import annotations

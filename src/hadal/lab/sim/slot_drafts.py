@@ -30,14 +30,14 @@ class SimulatedDrafts:
             raise ValueError(f"mtp_accept is {mtp_accept}; it must be from 0 to 1.")
         self.num_max = num_max
         self.has_any = False
-        """True if the last plan made drafts for a slot that is taken."""
+        """True if a taken slot has drafts, as of the last `note`."""
         self._accepted_below = mtp_accept * 2.0**_CHANCE_BITS
         self._room_S: Ints = np.zeros(num_slots, np.int64)
         """Positions that fit into the slot's blocks; a draft beyond them is not verified."""
         self._chance_S: Chances = np.zeros(num_slots, np.uint64)
         """Hash of the request's seed, from which the chances of its drafts are drawn."""
         self._num_S: Ints = np.zeros(num_slots, np.int64)
-        """Number of drafts of the last plan, by slot."""
+        """Number of drafts from the last plan that computed the slot, by slot."""
 
     def join(self, slot: int, num_blocks: int, seed: int) -> None:
         """Begin a request in a slot. It has no drafts yet, so its first step verifies none."""
@@ -50,7 +50,7 @@ class SimulatedDrafts:
         self._room_S[slot] += BLOCK_TOKENS
 
     def clear(self) -> None:
-        """Drop the drafts of the last plan."""
+        """Drop all drafts; the unit's slots are empty."""
         self.has_any = False
 
     def note(self, slots_K: Ints, num_drafts: int, is_taken_S: Bools) -> None:

@@ -75,10 +75,13 @@ class Workload:
     prefix_tokens: Ints
     tokens_seen: Ints
     """Leading prompt tokens with KV computed before: by the previous turn of the session, or by any
-    session with this system prompt. Hits of an infinite cache, if it could hold partial blocks.
+    request with this system prompt or, in a trace, with these parts. Hits of an infinite cache, if
+    it could hold partial blocks.
     """
     idle_s: Floats
-    """Time since the session's previous request arrived; inf if this is the first."""
+    """Time since the session's previous request arrived, or in a trace since the last known part was
+    used; inf if there is none.
+    """
     tenant: Ints
     model: Ints
     """V3 or R1."""

@@ -63,7 +63,7 @@ class UnitCurves:
 
     def tpot_s(self, batch: Floats) -> Floats:
         """Return the seconds per output token with `batch` requests per rank: linear between
-        measured points and beyond them, but at least half of the first point's.
+        measured points (made non-decreasing) and beyond them, but at least half of the first one's.
         """
         at, tpot_s = (np.array(column) for column in zip(*self.decode, strict=True))
         tpot_s = np.maximum.accumulate(tpot_s)
@@ -220,7 +220,7 @@ def _prefill_requests_per_s(
 
 @dataclass(frozen=True)
 class _Point:
-    """Load at which one decode unit is measured with its prefill units."""
+    """Load at which one decode unit and its prefill units run, to measure either role."""
 
     num_prefill: int
     requests_per_s: float

@@ -62,7 +62,7 @@ class DiskReplay:
         return written, dropped
 
     def check(self) -> list[str]:
-        """Return problems: inconsistent disk slots, or an index of more or fewer blocks than they have."""
+        """Return problems: inconsistent disk slots, or an index with another number of blocks."""
         problems = self.disk_slots.check()
         if len(self.disk_slots) != len(self.index):
             problems.append(

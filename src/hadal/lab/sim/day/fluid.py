@@ -71,7 +71,7 @@ class FluidDay:
         self._drains: dict[str, tuple[float, int]] = {}
         """Unit -> (deadline, number) of its drain, as a front would have them."""
         self._ending: set[str] = set()
-        """Units with a scheduled UnitDown. Another stop or failure does not change its time."""
+        """Units with a UnitDown due to a stop or a node failure. A second one changes nothing."""
         self._apply(fleet.start(start))
 
     def run(self, num_steps: int) -> Day:
@@ -151,7 +151,7 @@ class FluidDay:
                     pass  # Offers and withdrawals of nodes concern only other work.
 
     def _stop(self, unit: str) -> None:
-        """Stop a unit: it goes down after `stop_s`, and a start in progress is cancelled."""
+        """End a unit now, report it down after `stop_s`, and cancel its start if in progress."""
         if unit in self._ending:
             return
         self._due = [one for one in self._due if getattr(one[2], "unit", None) != unit]

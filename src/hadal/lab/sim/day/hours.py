@@ -1,4 +1,4 @@
-"""Results of the fluid day by hour: sums over every step, not samples. Only reads the engine."""
+"""Results of the fluid day by hour: sums over all steps, not samples. Reads engine and fleet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Hour:
     """One hour of the run."""
 
     hour: int
-    """Hour of the day, 0 to 23."""
+    """Hour of the day since midnight, 0 to 23."""
     nodes_mean: float
     nodes_peak: int
     prefill_nodes_mean: float

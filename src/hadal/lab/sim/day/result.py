@@ -1,9 +1,9 @@
 """Result of a simulated day: the fluid day and the windows joined, through the ledger, as one value
 and as JSON.
 
-TPOT and TTFT come from the windows if there are any; otherwise TPOT comes from the fluid and TTFT
-from the workload's guess. The number of nodes by minute comes from the fluid. The load of units is
-given from both, side by side.
+TPOT is the fluid's, corrected by the windows if there are any. TTFT comes from the windows; without
+any, it is the workload's guess plus the fluid's longest wait of the hour. The number of nodes by
+minute comes from the fluid. The load of units is given from both, side by side.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def _is_published(study: Study) -> bool:
 
 
 def _guess(study: Study, fluid: FluidResult) -> Floats:
-    """Return the guessed TTFT by hour [24], for a day without windows."""
+    """Return the guessed TTFT by hour [24], seconds, for a day without windows."""
     return np.array([study.workload.first_token_s + hour.wait_s_max for hour in fluid.day.hours])
 
 

@@ -35,7 +35,7 @@ from hadal.stats.prices import ModelPrices, micro_usd, price_list
 PB = 1e15
 CACHE_POLICIES: dict[str, type[Arc | Lru]] = {"arc": Arc, "lru": Lru}
 _NUM_MAX = 1_000_000
-"""Limit of concurrent requests, far above a day's peak of about a hundred thousand."""
+"""Limit of running and of queued requests, far above a day's peak of about a hundred thousand."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def what_ifs(study: Study) -> list[tuple[str, Study]]:
 
 
 def same_units(one: Study, other: Study) -> bool:
-    """Return True if units perform equally in both studies."""
+    """Return True if one measurement of units serves both studies: units and load are equal."""
     return _units(one) == _units(other)
 
 
