@@ -3,9 +3,9 @@ has no data.
 
     {"label": "...", "data": [traces], "layout": {...}}      plain values, made without plotly
 
-Computes only sums, means and shares. A colour is the name of a CSS variable of the template, so the
-same figures serve light, dark and paper. Names from a result are escaped, because plotly interprets
-tags in texts.
+Computes only sums, means, shares and densities. A colour is the name of a CSS variable of the
+template, so the same figures serve light, dark and paper. Names from a result are escaped, because
+plotly interprets tags in texts.
 """
 
 from __future__ import annotations
@@ -270,8 +270,8 @@ def filled_bins(histogram: Row) -> list[tuple[float, float, float]]:
 
 
 def by_rank(values: Values, name: str, role: str, unit: str = "") -> Figure | None:
-    """Return a chart of bars, the highest first, with their mean as a line. The figure's text has the
-    maximum, the mean and their ratio. None if there are no values.
+    """Return a chart of bars, the highest first, with the mean of all ranks as a line. The figure's
+    text has the maximum, the mean and their ratio. None if there are no values.
     """
     ranked = sorted(
         ((value, rank) for rank, value in enumerate(values) if value is not None), reverse=True

@@ -79,7 +79,7 @@ class Processes(Executor):
         self._threads.shutdown(wait, cancel_futures=cancel_futures)
 
     def end(self) -> None:
-        """Kill running processes and start no others."""
+        """Kill all processes and drop queued calls. Return when every future is done."""
         self.shutdown(wait=False, cancel_futures=True)
         while not all(future.done() for future in self._submitted):
             for child in active_children():

@@ -1,6 +1,6 @@
 """Stages of `hadal simulate`, spread over processes: independent measurements run in parallel.
 
-    cache day -> load -> unit curves -> fluid day -> 24 windows
+    cache day -> load -> unit curves -> fluid day -> windows of the wanted hours
                               and the same for every alternative, without windows
 
 Does not depend on options, files or terminals.
@@ -222,7 +222,7 @@ class Stages:
 
 
 def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
-    """Return role -> balanced loads of ranks. Equal seeds draw equal loads under all policies."""
+    """Return role -> loads of ranks by its policy. Equal seeds draw equal loads for all policies."""
     return {
         role: expert_share(
             study.units_of(role).expert_balance,

@@ -134,7 +134,7 @@ def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
 
 
 def alternatives_table(result: dict[str, Any]) -> Table:
-    """Return the figures of the alternatives, each with one thing changed."""
+    """Return figures of the study as asked, then of alternatives, each with one thing changed."""
     table = _table("What if (fluid model of the fleet)")
     table.add_column("", min_width=14, max_width=44)
     for name in ("nodes,\nmean", "peak", "cost, $", "income, $", "margin", "hit", "tok/s\n/user"):

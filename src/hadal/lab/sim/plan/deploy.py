@@ -22,7 +22,7 @@ from hadal.lab.sim.plan.units import BATCH_MAX, SLOTS_OVER, decode_kv_bytes, pre
 from hadal.lab.sim.world.units import kv_blocks, token_bytes
 
 QUEUE_S = 20.0
-"""Length of the front's queue, in seconds of arrivals at the peak."""
+"""Length of the front's queue, in seconds of arrivals at the peak; at least 512 requests."""
 MIB = 2**20
 
 

@@ -1,5 +1,5 @@
-"""Test of a plan in the simulator: its units under the roles that serve, at the load of the busiest
-hour, compared with its SLO.
+"""Test of a plan in the simulator: its units under the roles that serve, at the day's peak load,
+compared with its SLO.
 
 A part of the fleet with the fleet's proportions of roles runs with its part of the peak's requests.
 It starts as if it had run for hours: decode units already have requests, with ages and lengths of a
@@ -33,17 +33,19 @@ from hadal.policy.scaling import RoleRules
 from hadal.policy.slo import MEAN
 
 SETTLE_S, MEASURE_S = 5.0, 8.0
-"""Minimum simulated seconds: settling before the measurement, and the measurement."""
+"""Minimum simulated seconds: settling before the measurement, and the measurement. The limits below
+may shorten one of them, but not their sum.
+"""
 TTFTS_SETTLE, TTFTS_MEASURE = 4.0, 5.0
 """Minimum settling and measurement as multiples of the TTFT target; the larger bound applies."""
 RUNNING_MAX = 16_000
-"""Maximum number of running requests on the simulated decode units; one unit is always simulated."""
+"""Maximum number of running requests on the simulated decode units. One unit always runs."""
 RANKS_MAX = 1024
-"""Maximum number of ranks of the simulated part of the fleet; one unit of each role is always simulated."""
+"""Maximum number of ranks of the simulated part of the fleet. One unit of each role always runs."""
 SECONDS_MAX, REQUESTS_MAX = 600.0, 60_000
 """Maximum simulated seconds, and maximum number of requests that arrive or run at the start. If a
-long TTFT target needs more seconds, the measurement is shortened. If more requests arrive in the
-minimum time, the load of the units is lowered, and the result reports it.
+long TTFT target needs more, settling and measurement are shortened. If there are more requests in
+the minimum time, the load of the units is lowered, and the result reports it.
 """
 FLUID_UNITS_MAX = 400
 """Maximum number of units of a fluid day: 100 take 1 s, a large fleet takes more per unit."""
@@ -74,8 +76,8 @@ class Measured:
     num_decode: int
     requests_per_s: float
     prefill_load: float
-    """Load of the prefill units as a share of their planned load at the peak. Below 1 if whole
-    units do not have the fleet's proportions.
+    """Load of the prefill units as a share of their planned load at the peak. Below 1 if they are
+    more than the need, if whole units lack the fleet's proportions, or due to REQUESTS_MAX.
     """
     decode_load: float
     """Load of the decode units as a share of their planned load at the peak."""

@@ -1,4 +1,4 @@
-"""Alternatives to the best plan, each with a sentence why it costs more. Simulates nothing."""
+"""Alternatives to the best plan, each with its cost or rejection, and why. Simulates nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Row:
     plan: DeploymentPlan | None
     """Alternative plan; None if there is no complete one."""
     cost_usd: float | None
-    """Cost of a day; None: the unit was rejected."""
+    """Cost of a day; None if no unit with this value was possible."""
     why: str
     """Reason for a higher cost or a rejection; for options outside the search, their effect."""
 

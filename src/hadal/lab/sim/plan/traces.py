@@ -22,8 +22,9 @@ def mooncake(lines: Iterable[str]) -> Workload:
     """Return a Mooncake trace as a workload.
 
     A request is the next turn of a session if it is the first one to begin with all full parts of
-    the session's last prompt, and at least as long as that prompt with its answer. Other known
-    parts of its prompt count as seen. `idle_s`: time since the last use of its deepest known part.
+    the session's last prompt, and at least as long as that prompt with its answer. All leading
+    parts of its prompt that any earlier request had count as seen. `idle_s`: time since the last
+    use of the deepest of them. Raises ConfigError for a malformed trace.
     """
     rows = sorted(mooncake_rows(lines), key=lambda row: row.at_s)
     end_to_turn: dict[int, tuple[int, int, int]] = {}

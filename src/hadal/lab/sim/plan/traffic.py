@@ -2,7 +2,8 @@
 shape of the day.
 
 Read from a table of figures (a TOML file's) or from a trace. Lengths are drawn from the trace if
-there is one, else from log-normal distributions with a given mean and spread.
+there is one, else from log-normal distributions with a given mean. The spread of prompts is given,
+that of outputs follows from the mean context.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SHAPES: dict[str, DayShape] = {"flat": FLAT, "deepseek": SHAPE}
 NUM_QUANTILES = 256
 """Number of quantiles that represent a distribution of lengths when a mean over it is taken."""
 _SHAPE_MAX = 1e9
-"""Limit of variations and lengths: far above realistic values, and its square is finite."""
+"""Limit of variations and `kv_length`: far above realistic values, and its square is finite."""
 REQUESTS_PER_S_MAX = 1e6
 """Limit of the rate, about 500x DeepSeek's published day: more is a mistake in a file."""
 _FIELDS = (
@@ -73,7 +74,7 @@ class Traffic:
     variation_in: float = 1.0
     """Standard deviation of prompt lengths over their mean."""
     variation_out: float = 1.0
-    """Standard deviation of output lengths over their mean."""
+    """Standard deviation of output lengths over their mean. Used only if `kv_length` is 0."""
     kv_length: float = 0.0
     """Mean context of an output token. 0: computed from the lengths (`kv_length_mean`)."""
     shape: DayShape = SHAPE
@@ -194,8 +195,8 @@ def shape_of(value: object) -> DayShape:
 
 def traffic_from(workload: Workload, name: str) -> Traffic:
     """Return the traffic of a trace: its rate, its lengths, and the cached share of an infinite
-    cache. The shape is that of its hours if it covers a day, else flat. Raises ValueError for a
-    trace with fewer than two requests or without duration.
+    cache. The shape is that of its hours from second 0 if it spans at least 23 hours, else flat.
+    Raises ValueError for a trace with fewer than two requests or without duration.
     """
     size = len(workload)
     span_s = float(workload.arrival_s[-1] - workload.arrival_s[0]) if size > 1 else 0.0

@@ -112,7 +112,7 @@ class DecodeUnit:
     tokens_per_s: float
     """Tokens/s of the unit with `batch` requests per rank."""
     is_memory_bound: bool
-    """True if a larger batch would meet the SLO but does not fit in memory."""
+    """True if memory or BATCH_MAX limits the batch, and not the SLO."""
     price: StepPrice
 
     @property
@@ -203,7 +203,7 @@ class Pricing:
     def decode_units(
         self, mtp_tokens: int, dtypes: tuple[str, ...] = (FP8,)
     ) -> Iterator[DecodeUnit | Rejected]:
-        """Yield the unit or its rejection for each of DECODE_UNITS that this hardware allows."""
+        """Yield the unit or its rejection for each of DECODE_UNITS that `step_model` allows."""
         for dtype in dtypes:
             for num_ranks, num_redundant in DECODE_UNITS:
                 model = self.step_model(DECODE, num_ranks, num_redundant, dtype)

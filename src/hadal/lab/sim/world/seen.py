@@ -21,7 +21,7 @@ from hadal.lab.sim.runners import StepWork
 from hadal.lab.sim.world.requests import Requests
 
 TPOT_TOKENS = 20
-"""Minimum number of output tokens of a request for its TPOT to count: fewer make the mean unreliable."""
+"""Minimum number of tokens generated in this world for a request's TPOT: fewer are too noisy."""
 
 
 @dataclass(frozen=True)

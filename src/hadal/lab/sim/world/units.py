@@ -65,7 +65,7 @@ class UnitDesign:
 
     config: Deployment
     models: Mapping[str, StepModel]
-    """Role -> model. Raises ValueError if its number of ranks is not that of the deployment."""
+    """Role -> model, with as many ranks as in the deployment; else ValueError is raised."""
     max_context: int
     """Longest prompt and output together, tokens."""
     mtp_accept: float

@@ -1,13 +1,13 @@
 """Warm start: a stand-in prefill unit for requests that ran before a simulated world began.
 
     0 hops         decode units are up, and this unit instead of the prefill units
-    SUBMIT_HOPS    all of these requests enter through the front, which chooses their decode units;
+    SUBMIT_HOPS    these requests enter through the front, a batch per hop; it chooses decode units;
                    this unit answers immediately: the next token, and a lease on KV, pulled in one message's time
     PLACED_HOPS    later this unit is down and the prefill units are up; they prefill later arrivals
 
-So the front and the decode leaders place these requests as any others, all together, and no step
-runs with only some of them. Their KV existed before, so their prefill takes no unit's time. Uses
-the messages of a prefill leader; has no ranks.
+So the front and the decode leaders place these requests as any others. If they fit into one batch
+(lab/sim/world/arrivals), no step runs with only some of them. Their KV existed before, so their
+prefill takes no unit's time. Uses the messages of a prefill leader; has no ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class WarmUnit:
         return [Send("front", UnitUp(WARM, PREFILL, WARM, _ENDLESS, _ENDLESS))]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """Answer prompts immediately. This unit owns no blocks, so it ignores Release."""
+        """Answer prompts immediately. This unit owns no blocks, so it ignores Release. Raises
+        InvariantError for events other than Prefill, FrontUp, Release and Tick.
+        """
         out: list[Effect] = []
         for event in events:
             match event:

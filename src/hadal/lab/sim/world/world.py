@@ -5,11 +5,11 @@ their steps are priced.
                              |  ^
                              v  |  disk (lab/sim/world/disk): the cached part of each prompt is an input
 
-Equal requests, deployments and models give equal runs. Everything that costs time is simulated:
-steps (lab/sim/runners), messages, KV transfers, disk reads and writes. Text is not: a prompt is a
-range of its length, a block's name is its request and position (lab/sim/world/requests), and tokens
-are counted instead of delivered. Requests that ran before the start are placed at the start, so a
-few seconds of an hour can be simulated without the hour before them.
+Equal arguments give equal runs. Everything that costs time is simulated: steps (lab/sim/runners),
+messages, KV transfers, disk reads and writes. Text is not: a prompt is a range of its length, a
+block's name is its request and position (lab/sim/world/requests), and of an output only the times
+of its first token and its end are recorded. Requests that ran before the start are placed at the
+start, so a few seconds of an hour can be simulated without the hour before them.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class FleetWorld:
         return problems
 
     def last_steps(self) -> dict[str, tuple[str, StepPrice]]:
-        """Return role -> (first unit with a finished step, price of its last step)."""
+        """Return role -> (first unit that began a step, price of the step it began last)."""
         found: dict[str, tuple[str, StepPrice]] = {}
         for name, unit in sorted(self._units.items()):
             if unit.runner.price is not None:
@@ -207,7 +207,7 @@ class FleetWorld:
     def _unit_dies(self, fault: UnitDies) -> None:
         unit = self._units.pop(fault.unit, None)
         if unit is None:
-            return  # It is down already.
+            return  # It is down already, or has not started yet.
         unit.end()
         del self.processes[fault.unit]
         down = UnitDown(fault.unit, "its process ended")
