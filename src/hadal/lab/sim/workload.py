@@ -79,8 +79,8 @@ class Workload:
     it could hold partial blocks.
     """
     idle_s: Floats
-    """Time since the session's previous request arrived, or in a trace since the last known part was
-    used; inf if there is none.
+    """Time since the session's previous request arrived, or in a trace since the last use of the
+    deepest known part; inf if there is none.
     """
     tenant: Ints
     model: Ints

@@ -222,7 +222,7 @@ class Stages:
 
 
 def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
-    """Return role -> loads of ranks by its policy. Equal seeds draw equal loads for all policies."""
+    """Return role -> loads of ranks by its policy. Equal seeds draw equal loads for any policy."""
     return {
         role: expert_share(
             study.units_of(role).expert_balance,

@@ -37,7 +37,7 @@ class RankSlow:
 
 @dataclass(frozen=True)
 class DiskLost:
-    """Failed disk of a node: reads by its ranks fail immediately."""
+    """Failed disk of a node: its ranks' new reads fail, after the reads queued before them."""
 
     begin_s: float
     end_s: float

@@ -1,7 +1,7 @@
 """Fleet in simulated time: one front and units of many ranks. The roles are the ones that serve;
 their steps are priced.
 
-    requests -> front <-> prefill-0 .. decode-0 ..      every arrow a wire with a delay; KV over the ranks' NICs
+    requests -> front <-> prefill-0 .. decode-0 ..      <->: wire with a delay; KV over ranks' NICs
                              |  ^
                              v  |  disk (lab/sim/world/disk): the cached part of each prompt is an input
 
