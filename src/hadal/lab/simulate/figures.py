@@ -200,7 +200,7 @@ def distribution(histogram: Row, name: str) -> Figure | None:
     bars = _bars("requests", "--bar", heights, labels, **edges, offset=0)
     bars["marker"]["line"] = {"width": 0.5, "color": "--card"}
     return figure(
-        f"{name}: distribution over requests.",
+        f"{name}: distribution.",
         [bars, *_quantile_marks(histogram, bins[0][0], bins[-1][1], max(heights), scale)],
         height=270,
         xaxis=axis(

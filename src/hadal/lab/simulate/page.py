@@ -327,7 +327,7 @@ def bins(histogram: Row) -> Table:
     found = [one for one in filled_bins(histogram) if one[2]]
     total = sum(count for _, _, count in found)
     return Table(
-        ("time", "share of requests"),
+        ("time", "share"),
         [
             (f"{duration(low)} to {duration(high)}", _share(ratio(count, total), 2))
             for low, high, count in found
