@@ -1,1 +1,1 @@
-"""HTTP process: OpenAI's API on one side, the front (router) on the other. Loads no torch."""
+"""HTTP process: OpenAI's and Anthropic's APIs on one side, the front on the other. No torch."""

@@ -1,6 +1,6 @@
 """ASGI application: a route per path of gateway/endpoints, behind the guard of all requests.
 
-Every refusal is an ApiError. Independent of the handlers.
+Every error leaves in the form of an ApiError. Independent of what the endpoints do.
 """
 
 from __future__ import annotations

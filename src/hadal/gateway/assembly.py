@@ -48,7 +48,7 @@ from hadal.runtime.topology import GATEWAY, gateway_names
 log = logging.getLogger("hadal.gateway")
 
 _KEYS_S = 2.0
-"""Time after which a gateway without the front retries its request for the keys."""
+"""Maximum wait of a gateway without the front for an answer with the keys; then it asks again."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """HTTP endpoints /v1/files and /v1/batches: rows of the table of endpoints (gateway/endpoints).
 
-Every gateway has them; the gateway with the front processes the batches (gateway/desk/batches).
-While the database is down they answer 503. Depends on the store's rows and the API's JSON.
+Every gateway has them if batches are configured; the one with the front processes the batches
+(gateway/desk/batches). While the database is down they answer 503. Depends on the store's rows and
+the API's JSON.
 """
 
 from __future__ import annotations

@@ -273,8 +273,8 @@ def main() -> int:
     arguments = parser.parse_args()
     run = enter_child(arguments.name, arguments.folder)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # Texts are tokenised one at a time; threads of the tokenizers library would only take CPU cores
-    # from the ranks.
+    # A lane tokenises one text at a time; threads of the tokenizers library would only take CPU
+    # cores from the ranks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment = dict(os.environ)
     has_front = arguments.name == GATEWAY

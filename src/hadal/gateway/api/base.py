@@ -101,7 +101,9 @@ class Common(Extensions, kw_only=True):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
-    """Divisor of logits: below the minimum, logits could become infinite."""
+    """Divisor of positive logits, factor of negative ones. Below the minimum, logits could become
+    infinite.
+    """
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None

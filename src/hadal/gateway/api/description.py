@@ -55,7 +55,7 @@ class Operation:
 
     summary: str
     reply: Any = None
-    """Struct of the reply, or name of the client's type for it; None: text of `media_type`."""
+    """Type of the reply, or name of the client's type for it; None: text of `media_type`."""
     body: type[msgspec.Struct] | None = None
     errors: tuple[int, ...] = ()
     error: type[msgspec.Struct] = ApiErrorReply

@@ -41,8 +41,8 @@ class FieldRow:
     paths: tuple[str, ...]
     verdict: Verdict
     note: str
-    """Served: the effect, if the name does not show it. Refused: what to do instead. Inert: why it
-    changes nothing.
+    """Served: the effect, if the name does not show it. Refused: what to do instead, or the
+    reason. Inert: why it changes nothing.
     """
     by: str
     """Services and engines that document the fields."""

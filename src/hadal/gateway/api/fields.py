@@ -4,7 +4,8 @@
                                               alias of a field: renamed to the field's own name
                                               in no row: the name, once, in the log
 
-The body is not decoded for this: values stay raw JSON, except short values of refused fields.
+The body is not decoded for this: values stay raw JSON, except short values of refused
+fields and of aliases.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _FieldNode:
 
 def check_fields(body: bytes, api: str) -> NamedBody:
     """Apply an API's table to a body. Raises RequestError for refused fields, for contradicting
-    fields, and for bytes that are not a JSON object.
+    fields, for a `_SMALL` field that is too long, and for bytes that are not a JSON object.
     """
     given = decode(body, _Raws)
     for name in _SMALL:

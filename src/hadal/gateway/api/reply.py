@@ -45,14 +45,14 @@ class Outcome:
     """Complete output of the choice."""
     reasoned: bool
     prefix: str = ""
-    """Text of the prompt, if it is echoed."""
+    """Text of the prompt, if it is echoed without its log-probabilities."""
     prompt_ids: tuple[int, ...] = ()
     """Tokens of the prompt, if they were requested."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """Fields repeated in every chunk of a reply."""
+    """Fields repeated in every chunk of a reply, and options of its format."""
 
     id: str
     created: int
@@ -61,7 +61,7 @@ class Head:
     include_usage: bool = False
     omits_reasoning: bool = False
     has_usage_so_far: bool = False
-    """True: each chunk has the usage so far, not only the last one."""
+    """True: with `include_usage`, each chunk has the usage so far, not only the last one."""
 
 
 class ReplyFormat(Protocol):

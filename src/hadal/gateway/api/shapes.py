@@ -1,7 +1,7 @@
-"""Replies of Hadal's own endpoints: each is encoded from its struct here, which also gives
-/openapi.json its schema.
+"""Short replies with a schema: each is encoded from its struct here, which also gives /openapi.json
+its schema.
 
-Replies in other services' formats are not here: /openapi.json names the client types for them.
+Other replies, such as generated ones, are not here: for most, /openapi.json names a client type.
 """
 
 from __future__ import annotations

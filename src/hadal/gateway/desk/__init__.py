@@ -1,1 +1,1 @@
-"""Room desk: keys, accounts and metrics, and the requests and replies between HTTP and the front."""
+"""Room desk: keys, accounts and metrics, requests and replies between HTTP and the front."""

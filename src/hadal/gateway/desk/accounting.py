@@ -1,5 +1,5 @@
-"""Facts that the gateway records in the ledger: one per generation, when its HTTP request has
-ended, and the uptime of each unit.
+"""Facts that the gateway records in the ledger: one per generation, when its HTTP request or
+batch line has ended, and the uptime of each unit.
 
 A generation is billed for the output tokens that its reply's `usage` counts. A prompt is billed
 once for all its choices, to the first choice that got a token. A request that never became a
@@ -76,7 +76,7 @@ class Accounting:
         )
         self._gpu_hour_micro_usd = micro_usd(deployment.ledger.gpu_hour_usd)
         self._up: dict[tuple[str, str], tuple[str, float]] = {}
-        """(unit, epoch) -> (role, Unix time when it came up)."""
+        """(unit, epoch) -> (role, Unix time when it was first seen up)."""
         self._looked_s = 0.0
         self.tier_to_pico_usd: Counter[str] = Counter({STANDARD: 0, BATCH_TIER: 0})
         """Tier -> pico-dollars charged since the process started."""
@@ -103,7 +103,7 @@ class Accounting:
         *,
         is_batch: bool = False,
     ) -> list[RequestFact]:
-        """Return a fact for each generation of an ended HTTP request. `end`: outcome of the
+        """Return a fact for each generation of an ended request. `end`: outcome of the
         generations that did not finish. `is_batch`: the request is a batch's line.
         """
         prices = self._batch_prices if is_batch else self._prices
@@ -173,7 +173,7 @@ class Accounting:
         self._sink.on_kept = kept
 
     def refused(self, request_id: str, start_s: float, tenant: Tenant, status: int) -> None:
-        """Record a request that was refused before its body was read."""
+        """Record a request that was refused before its generations were submitted."""
         unix_s = self._unix_time()
         received_s = unix_s - (self._now() - start_s)
         self._sink.add(

@@ -26,7 +26,9 @@ from hadal.stats.prices import PICO_PER_MICRO, micro_usd
 PRIORITY = "priority"
 """Right to jump the queue: a `priority` above 0."""
 OPERATOR = "operator"
-"""Right to see the activity of all tenants: /audit, /trace, and /metrics unless that is open."""
+"""Right to see the activity of all tenants: /audit, /trace, /status, and /metrics unless that is
+open.
+"""
 RIGHTS = frozenset({PRIORITY, OPERATOR})
 
 
@@ -65,14 +67,14 @@ def credentials(headers: Mapping[str, str]) -> str | None:
 
 
 class Keys:
-    """Accepted keys; without keys, every request is accepted."""
+    """Accepted keys; without keys, every request is accepted unless `is_closed`."""
 
     def __init__(
         self, lines: Iterable[str] = (), *, is_closed: bool = False, is_known: bool = True
     ) -> None:
         """`lines`: as parse_key reads them; blank ones are skipped. `is_closed`: no request is
-        accepted if there are no keys. `is_known`: if False, the keys are still being fetched, and
-        `check` raises 503. Raises ConfigError.
+        accepted if there are no keys. `is_known`: if False, the keys were not read or fetched
+        yet, and `check` raises 503. Raises ConfigError.
         """
         digest_to_tenant: dict[bytes, Tenant] = {}
         for digest, tenant in map(parse_key, filter(str.strip, lines)):

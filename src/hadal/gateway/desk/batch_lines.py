@@ -14,7 +14,7 @@ from hadal.runtime.batches import BatchLine
 
 MAX_CUSTOM_ID_CHARS = 512
 MAX_ERRORS = 100
-"""Maximum number of errors listed for a batch's input."""
+"""Maximum number of wrong lines listed for a batch's input."""
 
 
 def read_lines(

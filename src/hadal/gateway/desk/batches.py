@@ -191,7 +191,7 @@ class BatchWorker:
 
     async def _look(self) -> None:
         """Read the open batches, stop cancelled, late and withdrawn ones, and start a task for each
-        tenant's first batch.
+        tenant's first batch, and for further ones to validate or end.
         """
         batches = await self.call(self.store.open_batches)
         self.num_waiting = sum(
@@ -312,7 +312,9 @@ class BatchWorker:
         return next((tenant for tenant in keys.tenants if tenant.name == name), None)
 
     async def _answer_all(self, batch: BatchRow) -> bool:
-        """Answer all lines. Return False if lines remain because the batch or the server ends."""
+        """Answer all lines. Return False if lines may remain: the batch is stopped, the
+        server drains, or the tenant has no key.
+        """
         tries: Counter[int] = Counter()
         while batch.id not in self._stops:
             after, begun = -1, 0
@@ -393,9 +395,9 @@ class BatchWorker:
         return None
 
     async def _until_spare(self, batch: BatchRow, work: Work) -> Ticket | ApiError | None:
-        """Wait for spare (off-peak) capacity. Return the line's ticket, or a refusal after which to try
-        again later (quota, shutdown); None if the batch may start no more lines. Raises ApiError if
-        the line can never be admitted.
+        """Wait for spare (off-peak) capacity. Return the line's ticket, or a refusal after which to
+        try again later (quota, shutdown); None if the batch may start no more lines. Raises
+        ApiError if the line can never be admitted.
         """
         while (tenant := self._tenant_of(batch)) is not None:
             try:

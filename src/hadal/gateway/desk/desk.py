@@ -45,14 +45,16 @@ class Desk:
 
     def reserve(self, work: Work, tenant: Tenant, *, is_batch: bool = False) -> Ticket:
         """Return the ticket that `begin` needs, if the request is admitted. The caller must not
-        await anything before `begin`. Raises ApiError 429 or 503.
+        await anything before `begin`. Raises ApiError 400 (a quota never admits it), 429 or 503.
         """
         generations = [choice.generation for choice in work.choices]
         costs = self._most_pico_usd(work, tenant, is_batch=is_batch)
         return self._link.reserve(work.choices[0].generation.tenant, generations, costs)
 
     def _most_pico_usd(self, work: Work, tenant: Tenant, *, is_batch: bool) -> tuple[int, ...]:
-        """Return the highest cost of each generation; empty if the tenant has no budget."""
+        """Return the highest cost of each generation; empty if the tenant has no budget. Without
+        max_tokens, a generation counts with at most limits.likely_output_tokens.
+        """
         if self.accounting is None or tenant.quota is None or not tenant.quota.day_pico_usd:
             return ()
         # A prompt is charged once, to a choice that is not known yet; here to its first choice.

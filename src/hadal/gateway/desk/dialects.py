@@ -1,7 +1,7 @@
 """Dialects: the APIs for generations. Each turns bodies into work and formats replies.
 
-The structs of a dialect's bodies and replies are in its folder of gateway/api; its class here
-connects them to the service. To add a dialect, write its folder and its class, and add a line to
+The code for a dialect's bodies and replies is in a folder of gateway/api; its class here connects
+it to the service. To add a dialect, write both, and add a line to
 `dialects_of`. Independent of routes and sockets.
 """
 

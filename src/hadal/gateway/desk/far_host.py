@@ -72,7 +72,7 @@ class _Sent:
     most_pico_usd: int
     """Highest cost, in pico-dollars; 0 without a budget."""
     is_admitted: bool = False
-    """True if a front admitted the generation, even if that front has ended since."""
+    """True if a front, replaced since, counts as having admitted the generation."""
     output: list[int] = field(default_factory=list)
     """Tokens of the generation so far."""
     is_resumed: bool = False
@@ -131,7 +131,7 @@ class FarHost(Doors):
         self._heard_s = 0.0
         self._sent: dict[str, _Sent] = {}
         self._leaving: dict[str, Mailbox] = {}
-        """Abandoned generations, until the front has closed them."""
+        """Abandoned generations, until the front has closed them or _CLOSING_S has passed."""
         self._then: dict[Mailbox, Callable[[], None]] = {}
         self._charged: deque[tuple[float, Charged]] = deque()
 

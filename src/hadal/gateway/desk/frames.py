@@ -38,7 +38,7 @@ class ConsoleFrame(msgspec.Struct, frozen=True):
     status: Status | None = None
     fleet: FleetSeen | None = None
     money: dict[str, Any] = {}
-    """Reports (stats/report) of the last 24 hours by "hour", "model" and "tenant"."""
+    """Reports (stats/report) of the last 24 hours by "hour", "model", "tenant"; or a "problem"."""
     lines: tuple[LogLine, ...] = ()
     traces: dict[str, TraceReply] = {}
     """Unit -> its trace, for the units that were asked."""

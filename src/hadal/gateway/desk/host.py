@@ -199,7 +199,7 @@ class Host(Doors):
     ) -> Ticket:
         """Return the ticket with which `open` submits these generations, all of them or none. The
         caller must not await anything before `open`. `most_pico_usd`: highest cost of each, empty
-        without a budget. Raises ApiError, 429 or 503.
+        without a budget. Raises ApiError 400 (a quota never admits it), 429 or 503.
         """
         num_tokens = sum(len(generation.prompt) for generation in generations)
         self._check(tenant, len(generations), num_tokens, sum(most_pico_usd))

@@ -2,11 +2,11 @@
 
     file --once a second, if it changed--> the gateway with the front --asked by path--> the others
 
-The previous keys stay, and the log has the reason, if the file is unreadable, has no keys, or has
-none of the previous tenants: an accident may have emptied or overwritten it. Tenants that `hadal
-keys revoke` noted in the file as revoked do not count as previous tenants. A file that differs at each look is still
-being written, and is read once it is stable. The other gateways may run on hosts without the file;
-they refuse all requests until they have its keys.
+The previous keys stay, and the log has the reason, if the file is unreadable or invalid, has no
+keys, or has none of the previous tenants: an accident may have emptied or overwritten it. Tenants
+that `hadal keys revoke` noted in the file as revoked do not count as previous tenants. A file that
+differs at each look is still being written, and is read once it is stable. The other gateways may
+run on hosts without the file; they refuse all requests until they have its keys.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class KeysFile:
         """Answer to other gateways: a digest of the keys, and their lines."""
 
     def changed(self) -> Keys | None:
-        """Return the keys if the file has changed since it was last read and has been stable since
-        the last look, else None. Raises ConfigError, once per change.
+        """Return the keys at the first call; later, if the file has changed since it was last read
+        and has been stable since the last look, else None. Raises ConfigError, once per change.
         """
         seen = self._stat()
         if seen == self._seen:

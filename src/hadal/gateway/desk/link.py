@@ -61,7 +61,7 @@ class FrontLink(Protocol):
     ) -> Ticket:
         """Return the ticket with which `open` submits these generations, all of them or none. The
         caller must not await anything before `open`. `most_pico_usd`: highest cost of each, empty
-        without a budget. Raises ApiError, 429 or 503.
+        without a budget. Raises ApiError 400 (a quota never admits it), 429 or 503.
         """
 
     async def check_counting(self, tenant: str) -> None:
@@ -109,7 +109,7 @@ class FrontLink(Protocol):
         """Return status and body of a page of the front's process. Raises HadalError."""
 
     def end(self) -> None:
-        """End the link: nothing more is sent or received."""
+        """End the link with its process. A front in another process receives a report."""
 
 
 def as_error(refusal: Refusal) -> ApiError:

@@ -17,8 +17,8 @@ from hadal.runtime.process.logs import REQUEST_ID, fields
 log = logging.getLogger("hadal.gateway")
 
 Close: TypeAlias = "Callable[[Mailbox, Callable[[], None]], None]"
-"""Method of a host that stops the generations of a mailbox, and calls the given function when they
-have stopped.
+"""Method of a host that stops the generations of a mailbox, and calls the given function when their
+units are known or overdue.
 """
 
 MAX_WAITING = 4096
@@ -115,7 +115,7 @@ class Mailbox:
         self._wake()
 
     async def take(self, timeout_s: float) -> list[tuple[int, Deliver]]:
-        """Return all deliveries, in order; empty after `timeout_s` or when the client left."""
+        """Return all deliveries, in order; maybe none after `timeout_s` or when the client left."""
         if not self._items and not self.gone:
             self._waiter = self._loop.create_future()
             timer = self._loop.call_later(timeout_s, self._wake)

@@ -2,7 +2,7 @@
 
     send_whole     deliveries ──► pieces ──► one body
     send_stream    first ──► head ──► pieces, an event each ──► end
-                             pieces of a running stream go straight to its connection (gateway/edge/streams)
+                     pieces of a running stream go straight to its connection (gateway/edge/streams)
 
 A stream's first bytes wait for the first token or the first keep-alive, so that a refusal by the
 front still gets its own status. Later errors are events of the stream.

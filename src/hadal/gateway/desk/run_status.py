@@ -1,4 +1,4 @@
-"""Supervisor's status.json, as read by a gateway: starts, cores and problems of the processes.
+"""Supervisor's status.json, as read by a gateway: starts and cores of processes, problems of nodes.
 
 Without a run folder the status is empty.
 """

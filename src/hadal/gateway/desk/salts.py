@@ -1,9 +1,10 @@
 """Salts of tenants, derived from their API keys. Requests with equal salts share KV.
 
 Salts key the hashes that name blocks (kv/names). So a tenant cannot find or share another tenant's
-cached blocks, or learn of them from lookup times, unless both made them public. A salt is a hash:
-the key itself is in no message, log or file. A salt depends on the key alone, so a tenant finds its
-KV again after a restart, and in every deployment that shares the KV folder. Independent of rights.
+cached blocks, or learn of them from lookup times, unless both made them public. A salt is a hash,
+so generations, logs and KV files do not contain the key itself. A salt depends on the key alone, so
+a tenant finds its KV again after a restart, and in every deployment that shares the KV folder.
+Independent of rights.
 """
 
 from __future__ import annotations

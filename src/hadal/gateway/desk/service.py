@@ -185,7 +185,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Work:
-    """Request that passed every check."""
+    """Request with a valid body, before admission."""
 
     ask: CommonFields
     choices: tuple[Choice, ...]
@@ -295,7 +295,7 @@ class Service:
 
     async def off_loop(self, tenant: Tenant, make: Callable[[], T], num_bytes: int) -> T:
         """Run `make` in a thread, for a request of `num_bytes`. Each tenant has one call at a time,
-        so tenants take turns. Raises ApiError 504 at the request's deadline.
+        so tenants take turns. Raises ApiError 504 after limits.request_timeout_s.
         """
         return await self._run(self._lanes.for_bytes(num_bytes), tenant, make)
 
@@ -354,7 +354,7 @@ class Service:
             )
 
     def _prompt(self, parsed: ChatAsk, max_tokens: int) -> Prompt:
-        """Return a chat as tokens. Raises RequestError, also if it has more than `max_tokens`."""
+        """Return a chat as tokens. Raises RequestError, also for far more than `max_tokens`."""
         chat = self.model.chat
         if chat is None:
             raise RequestError(
@@ -553,7 +553,7 @@ class Service:
     def _grammar(
         self, ask: CommonFields, prompt: Prompt, calls: Calls | None, budget: int | None
     ) -> Grammar | None:
-        """Return the grammar that constrains the answer, as ranks use it; None: no constraint."""
+        """Return the grammar that constrains the answer or ends its reasoning; None: neither."""
         is_held = calls is not None and calls.choosing.is_held
         control_ids = self.model.vocabulary.control_ids
         opens, closes = control_ids.get(THINK_OPEN, -1), control_ids.get(THINK_CLOSE, -1)

@@ -49,7 +49,7 @@ class Tenancy:
         return self.keys.check(credentials(headers))
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
-        """Raise ApiError 401 or 403 unless the request's tenant may operate the server."""
+        """Raise ApiError 401, 403 or 503 unless the request's tenant may operate the server."""
         if OPERATOR not in self.tenant_of(headers).rights:
             raise ApiError(
                 403,

@@ -1,4 +1,5 @@
-"""`hadal trace`: record a live unit's next steps. Has the answer to GET /trace and the command.
+"""`hadal trace`: record a live unit's next steps. Has the answer to GET /trace, and the parts
+of the command.
 
 The unit's leader (scheduler) marks its next steps as traced; each rank records when its ops ran. A
 unit without work takes no steps: the answer is then 504, not an empty trace.

@@ -70,7 +70,9 @@ async def discard(request: Request) -> None:
 
 
 MAX_BODIES = 256
-"""Maximum number of incomplete bodies. One that arrives with its headers counts only briefly."""
+"""Maximum number of incomplete bodies of a lone tenant; each of k tenants may have 1/k of it. One
+that arrives with its headers counts only briefly.
+"""
 
 
 class Bodies:

@@ -1,7 +1,7 @@
 """Refusals in the form that OpenAI's clients expect: a status and {"error": {message, type, param,
 code}}. On Anthropic's paths they have the form that Anthropic's clients expect.
 
-Depends on the error classes and HTTP statuses, not on routes or sockets.
+Depends on the error classes, HTTP statuses and Anthropic's paths, not on sockets.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ def overloaded(
     code: str | None = None,
     limits: RateLimits | None = None,
 ) -> ApiError:
-    """Return a 429 (this client's limit or the queue is full) or a 503 (service unavailable)."""
+    """Return a 429 (this client's limit or the queue is full), a 503 (service unavailable), or a
+    400 of a quota that never admits the request.
+    """
     headers = {**retry_after(retry_after_s), **limit_headers(limits)}
     return ApiError(status, message, code=code, headers=headers)
 

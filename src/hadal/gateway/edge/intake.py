@@ -13,7 +13,7 @@ from hadal.gateway.edge.permits import Permits
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits for clients, and the Retry-After of a refusal; all in seconds."""
+    """Time limits for clients, period of keep-alives, and Retry-After of refusals; in seconds."""
 
     body_s: float = 30.0
     send_s: float = 30.0

@@ -19,7 +19,7 @@ from typing import Protocol
 
 Write = Callable[[bytes], bool]
 """Function that writes a part of a body to its connection. Returns False, with nothing written, if
-the connection is closed or its buffer is full.
+the connection is closed, its buffer is full, or it takes no chunks (HTTP/1.0).
 """
 
 

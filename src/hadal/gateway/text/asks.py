@@ -69,7 +69,7 @@ class CommonFields:
     n: int
     max_tokens: int | None
     max_name: str
-    """Request field that set `max_tokens`."""
+    """Request field that sets `max_tokens`."""
     prompt_name: str
     """Request field with the prompt."""
     min_tokens: int
@@ -91,7 +91,7 @@ class CommonFields:
     format: AnswerFormat | None = None
     """Required format of the answer; None: any text."""
     omits_reasoning: bool = False
-    """True: the reply shows that the model thinks, but not its reasoning."""
+    """True: the reply omits the text of its reasoning."""
     ends_with_room: bool = False
     """True: max_tokens may exceed the context or the server's limit; the answer then ends there."""
     has_usage_so_far: bool = False

@@ -3,8 +3,8 @@
 Text from users never becomes a control token. Before the template sees a message, a *shield*
 character is put after the first character of every control token in it. The shields are removed
 once the rendered text has been split at its control tokens. So a template may trim, split and
-compare texts, and only its own control tokens count. A message without control tokens reaches the
-template unchanged, and its prompt is the one that transformers renders.
+compare texts, and only its own control tokens count. A message without control tokens or parts of
+them reaches the template unchanged, and its prompt is the one that transformers renders.
 """
 
 from __future__ import annotations

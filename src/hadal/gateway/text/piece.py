@@ -14,7 +14,7 @@ from hadal.gateway.text.tools import CallDelta
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """Prompt and its log-probabilities, for OpenAI's form (`is_echoed`) and vLLM's (`is_listed`)."""
+    """Prompt and its log-probabilities, in OpenAI's form if `is_echoed`, vLLM's if `is_listed`."""
 
     text: str
     ids: tuple[int, ...]

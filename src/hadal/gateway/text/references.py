@@ -1,8 +1,8 @@
-"""Rewrite all references of a JSON schema (2020-12) as plain pointers into `$defs`.
+"""Rewrite all references of a JSON schema (2020-12) as plain JSON pointers.
 
     $id, $anchor, $dynamicAnchor   name schemas                        (core specification, 8.2)
     $ref, $dynamicRef              refer to them, or by a JSON pointer
-    after `resolved`               {"$ref": "#/$defs/ref-0"}, and no other form
+    after `resolved`               {"$ref": "#/$defs/ref-0"}; unchanged if all were plain pointers
 
 The code that reads a schema then handles one form only. A `$dynamicRef` depends on the resources
 that evaluation passed through (its dynamic scope), so a schema may be written several times, once

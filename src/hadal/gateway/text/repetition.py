@@ -44,7 +44,7 @@ class Repetition:
         self._recent: list[int] = []
 
     def has_begun(self, token: int, num_tokens: int) -> bool:
-        """Accept a text's `num_tokens`th token. Return True if the text repeats itself."""
+        """Accept a text's `num_tokens`th token. Return True if a check now finds repetition."""
         self._recent.append(token)
         if num_tokens % _LOOK_TOKENS or num_tokens <= self._min_tokens:
             return False

@@ -73,7 +73,9 @@ class Shield:
     """True if texts of the request may form a mark where a template joins them."""
 
     def put(self, text: str) -> str:
-        """Return the text with the shield in every mark; a text without marks is unchanged."""
+        """Return the text with the shield in every mark, and at its end if a mark may begin there
+        (`is_guarding`). Other texts are unchanged.
+        """
         num_marks = _num(self.marks, text)
         normalized = self.marks.normalized(text)
         if normalized != text and _num(self.marks, normalized) > num_marks:

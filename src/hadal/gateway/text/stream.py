@@ -167,7 +167,7 @@ class UnshownTokens:
         self._num_chars = self._num_shown = 0
 
     def drop(self) -> None:
-        """Drop all tokens: a stop string begins in the text of the first."""
+        """Drop all tokens: their text starts where a stop string starts, or after that."""
         self._waiting.clear()
 
     def _move(self, before: int, shown: list[Token]) -> None:
@@ -196,7 +196,7 @@ class CallSection:
 
     @property
     def is_over(self) -> bool:
-        """True once the end of the section was read."""
+        """True from the end of a section of calls until the next one begins."""
         return self._reader.is_over
 
     @property
@@ -209,7 +209,7 @@ class CallSection:
         self._reader.is_over = False
 
     def is_between(self, token: int) -> bool:
-        """Return True if a token stands between two calls."""
+        """Return True if a token is not a mark, and no call is open."""
         return token not in self._id_to_mark and self._reader.is_between
 
     def take(self, token: int, text: TokenText) -> None:

@@ -6,8 +6,8 @@ internals. It prevents neither endless loops nor texts that double until memory 
 folds constants while it parses. So the process parses and renders under limits enforced by the
 kernel: processor time per call, and address space.
 
-    server    ["parse", text] ──►  process     {"ok": ...} or {"error": why}; after a limit the socket closes instead,
-              ["render", ...] ──►              and the next call has a new process
+    server   ["parse", text] ──►  process   {"ok": ...} or {"error": why}; if a limit ends it,
+             ["render", ...] ──►            the socket closes; the next call has a new process
 
 Independent of tokenizers and routes.
 """
@@ -61,8 +61,8 @@ main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 
 
 class ConfinedProcess:
-    """Process under limits that renders one template and checks grammars. It is restarted when a
-    limit ended it, and ends with its creator. Any thread may call.
+    """Process under limits that renders one template and checks grammars. It is replaced if it
+    ended or does not answer, and ends with its creator. Any thread may call.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class ConfinedProcess:
         patience_s: float = PATIENCE_S,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Start the process. Raises CheckpointError if the template does not parse; `source` names
-        its file.
+        """Start the process. Raises CheckpointError if the template does not parse or the process
+        does not answer; `source` names the template's file.
         """
         self._template = template
         self._limits = (str(cpu_s), str(memory_bytes))

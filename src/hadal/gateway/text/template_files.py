@@ -37,7 +37,7 @@ def read_templates(folder: Path) -> tuple[dict[str, str], str]:
 
 
 def _by_name(value: Any, path: Path) -> dict[str, str]:
-    """Return name -> template, from one text or from [{"name": "default", "template": ...}, ...]."""
+    """Return name -> template, from one text or [{"name": "default", "template": ...}, ...]."""
     if isinstance(value, list) and all(
         isinstance(each, dict) and isinstance(each.get("name"), str) for each in value
     ):

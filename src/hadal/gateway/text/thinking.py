@@ -3,9 +3,10 @@
     thinking, enable_thinking, reasoning.enabled      think or do not
     reasoning_effort, reasoning.effort                how much; "none" is not at all
     thinking_budget and its other names               maximum number of reasoning tokens
-    chat_template_kwargs                              the template's own switches, if no other is set
+    chat_template_kwargs                              the template's switches, if no other is set
 
-Two fields with different values raise RequestError (400). Independent of templates.
+Contradicting fields raise RequestError (400), except for chat_template_kwargs. Independent of
+templates.
 """
 
 from __future__ import annotations

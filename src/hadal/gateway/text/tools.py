@@ -344,14 +344,14 @@ class CallReader:
         """Calls with a complete name."""
         self.num_ended = 0
         self.is_over = False
-        """True once the end of the section was read."""
+        """True from the end of the section until the next one begins."""
         self._is_empty = False
         """True while the current call's arguments are blank."""
         self._new_id = new_id
         self._ids: set[str] = set()
         self._at = At.BETWEEN
         self._raw = ""
-        """Text of a call without a complete name, including marks."""
+        """Text of a call without a complete name, without its marks."""
         self._held = ""
         """Text that waits for more: an incomplete head, or a possible end of a fence."""
         self._deltas: list[CallDelta] = []

@@ -147,7 +147,9 @@ def _call_block(part: ReplyPart, input: Any) -> dict[str, Any]:
 
 
 def _object_of(arguments: str) -> Any:
-    """Return a call's arguments as the model wrote them; in {NOT_JSON: ...} if not an object."""
+    """Return a call's arguments as the model wrote them; {} if they are blank, and in
+    {NOT_JSON: ...} if they are not an object.
+    """
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except (ValueError, RecursionError):
@@ -156,7 +158,7 @@ def _object_of(arguments: str) -> Any:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage. Cached tokens count separately; tokens written to a cache do not count."""
+    """Return the usage. Input tokens exclude cached ones, and include those written to a cache."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},

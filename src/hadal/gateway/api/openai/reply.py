@@ -57,7 +57,7 @@ class _Glue:
         self._starts: dict[int, bytes] = {}
 
     def chunk(self, index: int, body: bytes, more: bytes = b"") -> bytes:
-        """Return a chunk of a choice. `more`: fields beside the choices, with a comma before each."""
+        """Return a chunk of a choice. `more`: fields beside the choices, each after a comma."""
         start = self._starts.get(index)
         if start is None:
             start = self._starts[index] = self._open + b'{"index":%d,' % index
@@ -360,7 +360,7 @@ class CompletionFormatter:
 
     def _name_of(self, token: int) -> str:
         """Return a token's text, or its bytes if it is part of a character, as OpenAI's older
-        models do. So names are unique.
+        models do. So different bytes have different names.
         """
         raw = _bytes_of(self._vocabulary, token)
         try:

@@ -2,8 +2,9 @@
 
 Bodies of /chat/completions and /completions are decoded strictly into structs with the API's field
 names; gateway/api/field_table lists all fields, and those not served. Structs check ranges that
-depend on no other field; the functions below check the rest. Each RequestError names the field and
-says what to do. Does not depend on a tokenizer: prompts are still text.
+depend on no other field; the functions below check the rest. Each RequestError names the
+field; most say what to do. The bodies of /tokenize and /detokenize are here too. Does not depend on
+a tokenizer: prompts are texts or the client's ids.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class ChatRequest(Common, kw_only=True):
     add_generation_prompt: bool | None = None
     """vLLM's field. False: the template does not add the header of the assistant's next turn."""
     continue_final_message: bool | None = None
-    """vLLM's field: the reply continues the last message, of any role."""
+    """vLLM's field: the reply continues the last message, of any role but tool."""
 
 
 class CompletionRequest(Common, kw_only=True):
@@ -271,8 +272,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 def check_num_ids(body: bytes, max_tokens: int) -> None:
-    """Raise RequestError for a body with more token ids in a row than a prompt may have, or more
-    values than any body may have.
+    """Raise RequestError for a body with more token ids in a row than a prompt may have, more
+    prompts than MAX_PROMPTS, or more values than any body may have.
 
     Scans bytes only, which takes milliseconds. Parsing the numbers of a 4 MiB body takes half a
     second and blocks the process, even in a thread.

@@ -23,7 +23,7 @@ _ITEMS = "message, function_call, custom_tool_call, their outputs, reasoning, it
 
 
 def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) -> tuple[Turn, ...]:
-    """Return items as turns: calls join the assistant's last message. Raises RequestError."""
+    """Return items as turns: calls join an assistant turn just before them. Raises RequestError."""
     if isinstance(items, str):
         return (Turn("user", items),)
     if not items:
@@ -146,7 +146,7 @@ def _text_of(content: str | Sequence[ItemPart] | None, where: str) -> str:
 
 
 class ItemPart(msgspec.Struct, omit_defaults=True):
-    """Part of a message's content: input_text, output_text or refusal."""
+    """Part of a content, an output or a summary: input_text, output_text, text, refusal ..."""
 
     type: str
     text: str | None = None

@@ -255,7 +255,7 @@ def _content_of(kind: PartKind, text: str) -> dict[str, Any]:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt_tokens,
-        # Tokens written to a cache are neither charged nor counted.
+        # Tokens written to a cache are input tokens; their own count is always 0.
         "input_tokens_details": {
             "cached_tokens": usage.num_cached_tokens,
             "cache_write_tokens": 0,

@@ -1,11 +1,11 @@
 """OpenAI's Responses API: read its bodies.
 
-    input items --ResponsesRequest--> ResponseAsk --> ChatAsk           Piece --PartFold--> output items
+    input items --ResponsesRequest--> ResponseAsk --> ChatAsk       Piece --PartFold--> output items
 
 A conversation is a list of items: messages, function calls, their results, and reasoning, which is
 left out of prompts. A request can continue a kept response (gateway/desk/kept) by its id, as the
-whole conversation is kept with it. A request may also reference single items of a kept response
-instead of sending them. Independent of tokens, sockets and clocks.
+whole conversation is kept with it. A request may also reference single output items of a kept
+response instead of sending them. Independent of tokens, sockets and clocks.
 """
 
 from __future__ import annotations

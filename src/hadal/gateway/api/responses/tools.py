@@ -3,7 +3,7 @@
     function                  offered by its name
     namespace                 its functions are offered as NAMESPACE__NAME; calls have both names
     custom                    a function with one text, which the call has as its input
-    web_search and others     left out, as only a provider can run them; the log names them once
+    web_search and others     left out, as only a provider can run them; logged if at the top
 
 Values in, values out; independent of tokens.
 """
@@ -47,7 +47,7 @@ TOOL_WORDS = ToolWords(
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """Tool as the client describes it: a function, a namespace of tools, or a custom one."""
+    """Tool as the client describes it: a function, a namespace, a custom tool, or a provider's."""
 
     type: str
     name: str | None = None
@@ -90,7 +90,7 @@ class OfferedTools:
 
 
 def offered(tools: Sequence[ResponseTool]) -> OfferedTools:
-    """Read a request's tools. Raises RequestError for an unknown form."""
+    """Read a request's tools. Raises RequestError for an invalid tool."""
     given: list[dict[str, Any]] = []
     flat_to_name: dict[str, CallName] = {}
     for where, namespace, tool in _each(tools):
@@ -104,7 +104,7 @@ def offered(tools: Sequence[ResponseTool]) -> OfferedTools:
 
 
 def shown(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
-    """Return a request's tools for its reply: only the offered ones."""
+    """Return a request's tools for its reply, without those left out at the top level."""
     return [
         {name: value for name, value in msgspec.to_builtins(tool).items() if value is not None}
         | (
