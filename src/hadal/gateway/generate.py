@@ -1,7 +1,7 @@
 """One generating endpoint, from a request's headers to the last byte of its reply.
 
-Contains HTTP and the order of the checks. gateway/desk has tenants, the front and accounting; the
-endpoint's dialect reads the body and writes the reply.
+Contains HTTP and the order of the checks. gateway/desk has tenants, the link to the front, and
+accounting; the endpoint's dialect reads the body and writes the reply.
 """
 
 from __future__ import annotations

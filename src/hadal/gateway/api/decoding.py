@@ -27,8 +27,8 @@ def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     """Return the decoder for a kind of body, created once.
 
     msgspec inspects a type when it is first decoded. If a second thread decodes the same type
-    meanwhile, the process crashes (0.22, SIGSEGV). A body is decoded in the event loop or in the
-    tokenising thread, depending on its size.
+    meanwhile, the process crashes (0.22, SIGSEGV). A body is decoded in the event loop or in a
+    tokenising thread, depending on its endpoint and size.
     """
     with _lock:
         if kind not in _KIND_TO_DECODER:

@@ -1,9 +1,10 @@
 """/openapi.json: description of all endpoints, made from the structs of bodies, errors and Hadal's
 own replies.
 
-A reply in OpenAI's or Anthropic's format has no schema here, only a title: the type of their Python
-client that reads it. One row of the table in gateway/endpoints gives an endpoint both its route and
-its description, so every served endpoint is described. Depends on OpenAPI 3.1, not on handlers.
+Most replies in OpenAI's or Anthropic's format have no schema here, only a title: the type of their
+Python client that reads them. One row of the table in gateway/endpoints gives an endpoint both its
+route and its description, so every served endpoint is described. Depends on OpenAPI 3.1, not on
+handlers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of a gateway that its endpoints share. Each part's constructor sets it up completely."""
+"""Parts of a gateway that its endpoints share; gateway/assembly makes them."""
 
 from __future__ import annotations
 

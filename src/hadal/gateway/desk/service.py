@@ -74,8 +74,8 @@ the model writes the middle (DeepSeek-V3's technical report, 3.1).
 COUNTED_CONTEXTS = 2
 """Longest prompt that is only counted, as a multiple of the model's context."""
 OFF_LOOP_BYTES = 1024
-"""Largest completion body that is parsed and tokenised on the event loop; larger ones, and chats,
-use a thread. A tokenizer takes 1 to 2 ms for a body of this size.
+"""Largest completion body that is parsed and tokenised on the event loop. Larger ones, chats, and
+answers with a format use a thread. A tokenizer takes 1 to 2 ms for a body of this size.
 """
 
 

@@ -1,4 +1,4 @@
-"""Limits on requests from headers to whole bodies. Depends on tenant names, not on contents."""
+"""Limits on requests, from their headers on. Depends on tenant names, not on contents."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _FENCED = re.compile(r"\s*([^\s`][^\n`]*?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))"
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,3})")
 """Number of a call, counted from 0 within a conversation."""
 _MAX_HEAD = 256
-"""Maximum number of characters before the arguments; a longer text is not a call."""
+"""Maximum number of characters between separator and arguments; a longer text is not a call."""
 _BARE = re.compile(r"\s*([^\s`][^\n`]*)\n\s*(?=[{\[])")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
