@@ -92,12 +92,12 @@ class Nodes:
         self._sends: list[Send] = []
         self._absence = Absence(PERIOD_S)
         self._gone: set[tuple[int, str]] = set()
-        """Agents that were replaced by another."""
+        """Agents that were dismissed: replaced by another, or their node was released."""
         self._here: dict[str, Address] = {}
         self.num_rollouts = 0
         """Number of rollouts so far, sent in NodeOrders."""
         self.has_moved = True
-        """True if processes started or stopped listening since nodes were last sent addresses."""
+        """True if addresses, or nodes that need them, may have changed since `tell_addresses`."""
 
     def take_sends(self) -> list[Send]:
         """Return the orders for agents since the last call, in order."""
@@ -178,7 +178,7 @@ class Nodes:
 
     def tell_addresses(self, now_s: float) -> None:
         """Send changed addresses to nodes. A node gets the addresses of all units and gateways, and
-        of the ranks of its own units.
+        of the ranks of its own units, except those of its own running processes.
         """
         if not self.has_moved:
             return
@@ -248,7 +248,9 @@ class Nodes:
         self.nodes[number] = Node(number)
 
     def order(self, now_s: float, node: Node, addresses: dict[str, Address] | None = None) -> None:
-        """Send a node all processes that it must run, and the addresses that these may connect to."""
+        """Send a node all processes that it must run, and `addresses` that these may connect to;
+        None: those sent last still hold.
+        """
         node.ordered_s = now_s
         node.sent_addresses = node.sent_addresses if addresses is None else addresses
         if node.agent:

@@ -11,14 +11,14 @@ from hadal.core.plans import NO_TOKEN, NOT_FINITE
 
 BACKOFF_S = 0.05
 """Seconds before the first retry after a failed pull or step, doubled up to BACKOFF_MAX_S. After
-QUEUE_FULL and similar reasons, each retry waits 2 * BACKOFF_S.
+QUEUE_FULL, LEASE_EXPIRED or OTHER_WEIGHTS, each retry waits 2 * BACKOFF_S.
 """
 BACKOFF_MAX_S = 2.0
 
 PREEMPTED = "preempted"
 """The attempt's rank ran short of blocks. Does not count as a retry, since nothing failed."""
 QUEUE_FULL = "queue full"
-"""The unit accepts no more. Retried a little later; does not count as a retry."""
+"""The unit has no capacity for it now. Retried a little later; does not count as a retry."""
 LEASE_EXPIRED = "lease expired"
 """No decode unit pulled the attempt's KV in time. Handled like QUEUE_FULL."""
 PULL_FAILED = "pull failed"
@@ -26,8 +26,8 @@ STEP_FAILED = "step failed"
 RANK_LOST = "rank lost"
 """The rank that held the attempt is gone, with its KV. Counts as a retry."""
 OTHER_WEIGHTS = "other weights"
-"""The unit has other weights than when the attempt was sent, and cannot use its KV. Handled like
-QUEUE_FULL.
+"""The attempt was sent for a KV fingerprint that is not the unit's, such as the one before a
+rollout. Handled like QUEUE_FULL.
 """
 TOO_LONG = "too long"
 """The request can never fit in this unit. The front ends it with an error."""

@@ -1,5 +1,5 @@
 """Failure detector: suspected processes, and what their host observes of them. The front watches
-units with it, a leader its ranks.
+units with it, a leader its ranks, and the supervisor the processes of its host.
 
     silent for a part of the timeout: Suspect -> supervisor ... Sighting -> the detector: frozen, or
     only starved?
@@ -97,7 +97,7 @@ class Suspects:
             seen.starved = max(0.0, message.waited_s - seen.first[1]) / (now_s - seen.first[0])
 
     def why(self, name: str) -> str:
-        """Return the host's observation for the log; empty if there is none."""
+        """Return the host's observation for the log; empty before the second one."""
         seen = self._name_to_seen.get(name)
         if seen is None or seen.starved is None:
             return ""

@@ -71,7 +71,9 @@ class DecodeCache:
         self.stores.note(event)
 
     def make_room(self, rank: int, num_blocks: int) -> int:
-        """Drop disk writes of a rank that have not started; return how many blocks that freed."""
+        """Drop disk writes of a rank that have not started, until that freed `num_blocks`; return
+        how many it freed.
+        """
         return self.stores.give_up(rank, num_blocks)
 
     def lose(self, rank: int) -> None:
@@ -133,8 +135,8 @@ class DecodeCache:
 
     def leave(self, slot: int, unit: str) -> list[Effect]:
         """Name the blocks that an ended request filled here, so that they stay until their memory
-        is needed, and offer them to prefill. Runs once per slot; does nothing if no block was
-        filled.
+        is needed, and offer them to prefill. Runs once per slot; does nothing with a disk cache or
+        if no block was filled.
         """
         table = self._table
         if self._has_disk or not table.is_named[slot]:

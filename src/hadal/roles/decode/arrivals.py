@@ -79,7 +79,7 @@ class DecodeArrivals:
     @property
     def _num_slots_left(self) -> int:
         """Free slots that a new arrival may take without queueing, even if no queue is allowed. 0
-        while requests are queued, because blocks are short then.
+        if requests stayed queued, or if the next plan waits for blocks.
         """
         if self._is_full or self._slots.is_starved:
             return 0

@@ -146,7 +146,7 @@ class DecodeLeader:
         return self.slots.table
 
     def start(self, now_s: float) -> list[Effect]:
-        """Return the first effects: UnitUp and a heartbeat."""
+        """Return the first effects: UnitUp, if a rank lives, and those of a heartbeat."""
         return [*self._reporter.up(), *self._heartbeat(now_s)]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:

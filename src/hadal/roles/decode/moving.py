@@ -88,8 +88,8 @@ class DecodeMoving:
 
     # ---- candidates ----
     def movable(self, rows: Sequence[int], next_step_id: int, terms: MoveTerms) -> RunningView:
-        """Return the blocks that each request would need on another rank once the next plan has
-        computed it, by rank (`rows`) and slot; 0 for requests that may not move.
+        """Return the blocks that each request would need on another rank, once the next plan has
+        computed it and at its end, by rank (`rows`) and slot; 0 for requests that may not move.
         """
         table, shape = self._table, (-1, self._per_rank)
         # The plan that publishes a request's KV must compute it.

@@ -42,7 +42,7 @@ def make_plans(
     rank_grown: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for slot, join in news.joins:
         rank_joins[slot // per_rank].append(join)
-    # A join lists the grown block already: its request continues on a rank that it never left.
+    # A join lists all blocks of its slot, the grown one included.
     joining = {slot for slot, _ in news.joins}
     for slot, position, block_id in news.grown:
         if slot not in joining:

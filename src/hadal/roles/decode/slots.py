@@ -85,7 +85,7 @@ class DecodeSlots:
         # At most as many as there are free slots: the rest of a long queue waits anyway.
         num_slots = int((view.num_requests_max - view.num_requests).sum())
         arrivals = [self._arrival(decode) for decode in waiting[:num_slots]]
-        # A rank that runs short of blocks preempts its latest arrivals (`_preempt`).
+        # A rank that runs short of blocks later preempts requests (`_preempt`).
         if self._is_in_turn:
             ranks = place_in_turn(view, arrivals, turn=self._num_arrivals, preempts=True)
         else:
@@ -314,8 +314,8 @@ class DecodeSlots:
         return ranks
 
     def _preempt(self, rank: int, needing: set[int], done_step_id: int) -> None:
-        """Preempt a rank's latest arrivals until enough blocks are free, or will be when the plans
-        and copies in flight are done.
+        """Preempt requests of a rank (policy/preemption) until enough blocks are free, or will be
+        when the plans and copies in flight are done.
         """
         table = self.table
         num_missing = len(needing) - self._pools[rank].num_free

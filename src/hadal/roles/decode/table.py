@@ -90,7 +90,7 @@ class DecodeTable:
         self.is_in_runner: Bools = np.zeros(num_slots, np.bool_)
         """True if the slot is occupied in the Runner's own table after the last emitted plan."""
         self.is_muted: Bools = np.zeros(num_slots, np.bool_)
-        """True if the slot's further tokens are dropped: its request ended or was cancelled."""
+        """True if the slot's further tokens are dropped: its request ended or was returned."""
         self.is_preempted: Bools = np.zeros(num_slots, np.bool_)
         """True if the request returns to the front once its last tokens are delivered."""
         self.length: Ints = np.zeros(num_slots, np.int64)

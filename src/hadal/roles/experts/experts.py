@@ -33,7 +33,7 @@ from hadal.roles.experts.window import CountsWindow
 from hadal.roles.unit.report import ExpertFigures
 
 _NUM_NOTES = 256
-"""Maximum number of notes that are kept. The owner removes them after every event; this bounds them otherwise."""
+"""Maximum number of notes that are kept if the owner does not remove them after every event."""
 
 
 class ExpertBalancer:

@@ -97,8 +97,9 @@ class ExpertTerms:
     it does not delay ranks if a step takes longer than the call.
     """
     rest_intervals: int = 32
-    """Intervals until a layer without a paying change is examined again: a whole new window. It is
-    examined earlier if its balancedness falls by `worse_min`.
+    """Intervals until a layer without a paying change is examined again: a whole new window, or
+    fewer while the window is shorter. It is examined earlier if its balancedness falls by
+    `worse_min`.
     """
     worse_min: float = 0.02
 

@@ -3,7 +3,7 @@ flip in one step.
 
     STAGING --all staged--> READY --next plans--> FLIPPING --step done by all--> gone, adopted
        |        (a new split only begins here)
-       +-- error, deadline, a new formation: gone, the old placement stays
+       +-- error, deadline; in any state, the end of the formation: gone, the old placement stays
 
 Independent of loads and of the reason for the change. Its owner drops it when the formation ends.
 """

@@ -43,8 +43,8 @@ class DemandMeter:
         self._shapes: dict[str, DayShape] = dict.fromkeys(ROLES, shape)
 
     def add(self, now_s: float, demand: Demand) -> None:
-        """Add the front's counters. A front's first message only sets the values from which its
-        tokens are counted.
+        """Add the front's counters. A front's first message only sets the backlog, and the values
+        from which its tokens are counted.
         """
         last = self._last
         if last is not None and last[1].epoch == demand.epoch and _is_older(demand, last[1]):

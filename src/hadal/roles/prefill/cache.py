@@ -76,7 +76,8 @@ class PrefixFinder:
         queued_s: Mapping[int, float],
     ) -> None:
         """`rates`, `read_rates`: measured rates of steps and of disk reads; None if unknown.
-        `queued_s`: rank -> predicted seconds of its reads under way.
+        `rates` is also None if no price decides. `queued_s`: rank -> predicted seconds of its reads
+        under way.
         """
         self._pools = pools
         self._index = index
@@ -152,7 +153,7 @@ class PrefillCache:
         self.stores = DiskStores(pools, index=index)
         self._index = self.stores.index
         self._counts: Counter[str] = Counter()
-        """Counts by the names of core/cache, except counts that reads, stores and pools keep themselves."""
+        """Counts by the names of core/cache, except counts of disk writes and of the pools."""
         self._unit = unit
         self._epoch = epoch
         self._pools = pools
@@ -161,7 +162,9 @@ class PrefillCache:
         self._has_disk = has_disk
         self._is_priced = recompute == AUTO
         self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
-        """Blocks read or copied into each rank's pool since the rank's last plan."""
+        """Blocks read or copied into each rank's pool since its last plan, and those that plans
+        which may never have run had to fetch.
+        """
         self._takings: dict[Taker, Taking] = {}
         self._begun: list[StoreBlocks] = []
         """Disk writes of this event. They own their blocks already, and are sent after the event's
@@ -270,7 +273,7 @@ class PrefillCache:
         self.stores.note(event)
 
     def take_fetches(self, rank: int) -> tuple[int, ...]:
-        """Return the blocks read or copied into the rank's pool since the last call."""
+        """Return the blocks that the rank's next plan must fetch from its pool, and forget them."""
         fetches, self._fetches[rank] = self._fetches[rank], ()
         return fetches
 
@@ -311,7 +314,8 @@ class PrefillCache:
     # ---- blocks that decode filled ----
     def take(self, now_s: float, message: Filled, num_blocks_next: int) -> None:
         """Copy blocks that decode filled to the rank with most of the text before them. Do nothing
-        if that would take blocks in use, or blocks that the next prompt needs (`num_blocks_next`).
+        if none is new there, if blocks between are missing, or without free blocks besides those
+        that the next prompt needs (`num_blocks_next`).
         """
         owner, chain = Taker(message.request_id, message.attempt), message.chain
         if not self._keeps or not self._pools.living or owner in self._takings:
@@ -345,8 +349,8 @@ class PrefillCache:
         self._out.append(Pull(owner.request_id, owner.attempt, part, into, rank))
 
     def taken(self, event: KvPulled) -> None:
-        """Name the blocks of an ended copy, unless the blocks before them are no longer found.
-        Raises KeyError if no such copy is under way.
+        """Name the blocks of an ended copy, unless it failed or the blocks before them are no
+        longer found. Raises KeyError if no such copy is under way.
         """
         owner = Taker(event.request_id, event.attempt)
         taking = self._takings.pop(owner)
@@ -372,7 +376,9 @@ class PrefillCache:
 
     # ---- the end of an event ----
     def end_event(self) -> None:
-        """Start the disk writes that may start, and report changes of the pools to the front."""
+        """Start the disk writes that may start, after this event's plans (see `_begun`), and report
+        changes of the pools to the front.
+        """
         self._out += [*self._begun, *self.stores.begin()]
         self._begun.clear()
         added, dropped = self._pools.take_names()

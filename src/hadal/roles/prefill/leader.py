@@ -59,7 +59,7 @@ class _PrefillStep:
     parts: tuple[PromptChunk, ...]
     """Chunks of all ranks and their micro-batches, in the order of StepDone's keys."""
     fetches: tuple[tuple[int, ...], ...]
-    """Blocks that each rank has read from disk or copied from decode before this step."""
+    """Blocks read from disk or copied from decode that the step fetches, by rank."""
 
 
 class PrefillLeader:
@@ -128,7 +128,7 @@ class PrefillLeader:
         self._tracer = Tracer(unit)
 
     def start(self, now_s: float) -> list[Effect]:
-        """Return the first effects: UnitUp and a heartbeat."""
+        """Return the first effects: UnitUp, if a rank lives, and those of a heartbeat."""
         return [*self._reporter.up(), *self._heartbeat(now_s)]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
@@ -138,7 +138,7 @@ class PrefillLeader:
             self._take(now_s, event)
             if not isinstance(
                 event, Prefill | Release | Filled | KvPulled
-            ):  # These are most events, and update the count themselves.
+            ):  # These are most events, and update the count themselves or do not change it.
                 self._num_tokens_left = None
         for lease in self.leases.expired(now_s):
             self._free_lease(lease)

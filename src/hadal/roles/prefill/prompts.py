@@ -62,14 +62,15 @@ class PrefillAttempt:
     num_done: int = 0
     """Positions with KV in `block_ids`."""
     prefix: Prefix = NOTHING
-    """Prefix found when the attempt started. `num_planned` includes the prefix's blocks in memory.
+    """Prefix found when the attempt started, without blocks that the disk did not deliver. Its
+    blocks in memory count in `num_planned` at once, those on disk when they are read.
     """
     is_loading: bool = False
-    """True while part of the prefix is read from disk."""
+    """True while the attempt waits for a part of its prefix to be read from disk."""
     num_named: int = 0
-    """Leading blocks that other prompts can find."""
+    """Leading blocks that were found, or have got names since; later ones are still unnamed."""
     last_step_id: int = -1
-    """Last plan that writes the attempt's blocks; they are not freed before it is done."""
+    """Last plan that writes the attempt's blocks; they are not freed before it is done or void."""
     is_dropped: bool = False
     """True if the attempt is no longer needed and only waits for plan `last_step_id`."""
     number: int = 0
@@ -203,7 +204,8 @@ def pack(
     """Return the next step.
 
     Started prompts come first. Queued prompts then start in their order, each on the rank with the
-    least work, until one fits nowhere. `find` returns the prefixes that a prompt finds; they must
+    least work, until one fits nowhere; with `is_in_turn`, each on its own rank, where it waits only
+    for prompts before it. `find` returns the prefixes that a prompt finds; they must
     stay there until `starts` have their blocks.
     """
     rank_to_prompts: list[list[PrefillAttempt]] = [[] for _ in range(pools.num_ranks)]

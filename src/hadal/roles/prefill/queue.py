@@ -28,7 +28,7 @@ class PrefillQueue:
         self._tenant_to_num: Counter[str] = Counter()
         """Tenant -> number of its queued prompts; no entry for 0."""
         self._counters = ServiceCounters(burst_tokens)
-        """Tokens of prompts that started here, by tenant."""
+        """Cost of prompts that started here, over the weight of their requests, by tenant."""
 
     def __iter__(self) -> Iterator[PrefillAttempt]:
         return iter(self._prompts.values())

@@ -61,8 +61,8 @@ class ReadMeter:
         """Sums of the weights w, and of w n, w n^2, w t and w n t, for reads of n blocks in t seconds."""
 
     def observe(self, now_s: float, num_blocks: int, elapsed_s: float) -> None:
-        """Add a read of `num_blocks`. Its `elapsed_s` begins when the
-        rank's earlier reads have ended, or, for a read that was given up, with the wait for them.
+        """Add a read of `num_blocks`. Its `elapsed_s` begins when the rank's earlier reads have
+        ended, or, for a read that was given up, with the wait for them.
         """
         n, t = num_blocks, elapsed_s
         self._sums = tuple(  # type: ignore[assignment]

@@ -42,7 +42,7 @@ class HostClocks:
 
     def __init__(self) -> None:
         self._samples: dict[str, _ClockSample] = {}
-        """Host -> the sample with the smallest error."""
+        """Host -> the sample of its present clock with the smallest error."""
         self._step_to_hosts: OrderedDict[int, dict[int, str]] = OrderedDict()
         """Step -> (rank -> host), for traced steps that no trace has reported yet."""
 
@@ -68,8 +68,8 @@ class HostClocks:
             self._step_to_hosts.popitem(last=False)
 
     def aligned(self, now_s: float, trace: Trace) -> Trace:
-        """Return the trace with all times by the leader's clock, and with each clock's error. A
-        trace of a single host is returned unchanged.
+        """Return the trace with the times of measured hosts by the leader's clock, and with each
+        clock's error. A trace of a single host is returned unchanged.
         """
         steps = [(step, self._step_to_hosts.pop(step.step_id, {})) for step in trace.steps]
         host_to_ranks: dict[str, set[int]] = {}

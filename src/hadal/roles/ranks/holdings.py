@@ -1,11 +1,12 @@
 """KV in a rank's pool, derived from the plans that the rank receives, so that a new leader
 (scheduler) can take it over.
 
-    join   the attempt's KV is in these blocks    grown  and in this one    step  more positions of all joined attempts
-    leave  the KV stays                           freed  the KV is gone     name  a block can be found, owned or not
+    join   the attempt's KV is in these blocks    grown  and in this one
+    step   more positions of joined attempts      freed  the KV is gone
+    leave  the KV stays                           name   a block can be found, owned or not
 
-Decides nothing. The last steps are uncertain: they may not have run. The front knows which tokens were
-delivered, and the positions of these were computed.
+Decides nothing. The last steps are uncertain: they may not have run. The front knows which tokens
+were delivered, and the positions of these were computed.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class RankHoldings:
         self._block_to_attempt_id: dict[int, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         self._unfetched: set[int] = set()
-        """Blocks read or copied into the pool that no step has fetched yet. A KV cache separate
-        from the pool lacks them.
+        """Blocks read or copied into the pool, or about to be, that no step has fetched yet. A KV
+        cache separate from the pool lacks them.
         """
         self._fetching: deque[set[int]] = deque()
         """Blocks that each step in flight fetches, oldest step first. A step may never run."""
         self._num_freed: Counter[int] = Counter()
         self._num_written = 0
-        """Maximum number of positions that may have been written for a slot joined before the first step."""
+        """Most positions that may have been written for a slot that joined before all steps."""
         self._num_drafts = 0
         """Speculative tokens (drafts) per slot, which the next plan verifies."""
 

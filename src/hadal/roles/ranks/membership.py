@@ -5,13 +5,14 @@ A formation is a set of processes that step together. It ends when one of them i
 survivors form the next one at once and place the lost rank's experts on themselves. A replacement
 joins in a later formation, when no step is in flight. A rank is given up if its process ended, if
 it was silent or stuck for `rank_timeout_s` although it could run (policy/suspicion), or if it
-cannot form. While its heartbeats arrive, other ranks' reports do not suffice, because the link may
-be at fault: then all form again. The ranks of a host that slows the others (roles/ranks/slow) are
-also given up, and restarted. They stay out until the host has rested, unless the unit has no other
-ranks.
+cannot form. If others lost it, a few missing heartbeats suffice. While its heartbeats arrive, their
+reports do not suffice, because the link may be at fault: then all form again. The ranks of a host
+that slows the others (roles/ranks/slow) are also given up, and restarted. They stay out until the
+host has rested, unless the unit has no other ranks.
 
 Ranks outlive their leader. A new leader receives heartbeats of ranks that it does not know, and
-asks what they hold. The number of its first formation is above theirs, and it uses their placement.
+asks what they hold. The number of its first formation is above theirs, and it uses their placement
+if that covers all ranks.
 
 Independent of plans, blocks and requests, which belong to the inner leader: the prefill or decode
 leader, which plans the unit's steps and knows no processes. roles/ranks/ranks connects the two.
@@ -56,8 +57,8 @@ class UnitMembership:
     without them.
 
     `grace_s`: seconds for which the first ranks wait for the others before they form without them.
-    Also seconds without a message of a rank after which the supervisor is asked to kill it; the
-    supervisor does so if that process has reported ready.
+    Also seconds that a rank may have no known process before the supervisor is asked to kill it;
+    the supervisor does so if that process has reported ready.
     """
 
     def __init__(
@@ -180,7 +181,9 @@ class UnitMembership:
         self.rank_up(now_s, up, message.held if is_new else None)
 
     def _take_placement(self, plan: FormPlan) -> None:
-        """Adopt the ranks' placement if it covers all of them and this leader has not formed yet."""
+        """Adopt the ranks' placement if it covers all of them, has as many expert slots as this
+        leader's, and this leader has not formed yet.
+        """
         full = self._full
         if (
             self.formation
@@ -217,7 +220,7 @@ class UnitMembership:
             self._lost(now_s, members, message.reason)
 
     def _rank_down(self, now_s: float, name: str) -> int | None:
-        """Note that a rank's process ended. Return its rank if it was a member of this formation."""
+        """Note that a rank's process ended. Return its rank if it was a living member."""
         index = self._processes.rank_named(name)
         if index is None:
             self.num_stale += 1

@@ -1,8 +1,8 @@
 """Processes of a unit's ranks, as its leader sees them: announced, alive, given up, killed.
 
 A rank that is given up may still run: only the supervisor, its parent, can report that a process
-has ended. Until then the rank stays DROPPED and is killed again, because a frozen process may
-resume. Its messages are ignored then.
+has ended. Until then, or until its successor announces itself, the rank stays DROPPED and is killed
+again, because a frozen process may resume. Its messages are ignored then.
 
 Independent of formations, which belong to the membership (roles/ranks/membership).
 """
@@ -23,8 +23,8 @@ from hadal.roles.ranks.states import RankState, next_rank_state
 from hadal.roles.suspects import Suspects
 
 SILENT_S = 2.4 * RANK_HEARTBEAT_S
-"""Seconds of silence after two missing heartbeats: too short to give a rank up, enough to accept other ranks'
-reports that it is lost.
+"""Seconds of silence after two missing heartbeats: too short to give a rank up, enough to accept
+other ranks' reports that it is lost.
 """
 KILL_AGAIN_S = 2.0
 _NUM_DEAD_EPOCHS = 16
@@ -42,7 +42,7 @@ class RankView:
     heard_s: float = 0.0
     num_ops: int = -1
     moved_s: float = 0.0
-    """Time at which the rank's compute thread last moved, or had nothing to do."""
+    """Time at which the rank's compute thread last moved or formed, or had nothing to do."""
     progressed_s: float = 0.0
     """Time at which the rank's compute thread last moved."""
     ended_s: float = 0.0
@@ -77,8 +77,8 @@ class RankView:
 class RankProcesses:
     """Processes of a unit's ranks, by rank. Notes for the log go to `notes`.
 
-    `grace_s`: seconds without a message of a rank after which the supervisor is asked to kill it;
-    the supervisor does so if that process has reported ready.
+    `grace_s`: seconds that a rank may have no known process before the supervisor is asked to kill
+    it; the supervisor does so if that process has reported ready.
     """
 
     def __init__(

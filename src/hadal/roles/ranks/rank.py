@@ -11,7 +11,7 @@ FormPlan on; earlier ones were meant for this rank's previous process.
 
 A rank outlives its leader. It records its pool's contents from the plans it receives
 (roles/ranks/holdings). A new leader does not know the rank's heartbeats and sends RankWho. RankHeld
-answers as soon as no copy requested by the old leader is under way.
+answers as soon as no copy, read or write of its pool is under way.
 
 The wire between a leader and a rank keeps the order and never duplicates. It loses messages only
 when the process ends.

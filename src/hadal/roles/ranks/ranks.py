@@ -74,7 +74,7 @@ class PoolRequests:
         self._asked: dict[tuple[Hashable, ...], int] = {}
         """Key of an outstanding pull, disk read or disk write -> its rank."""
         self._held: list[Pull | ReadBlocks] | None = None
-        """Copies into pools that wait for the next formation; None: no copies are held back. They
+        """Copies and reads into pools that wait for the next formation; None: none are held. They
         are held back after a failed step: the inner leader treats that step's blocks as free, while
         other ranks may still write to them.
         """
@@ -93,7 +93,7 @@ class PoolRequests:
         return True
 
     def hold_writes(self) -> None:
-        """Hold back copies into pools until the next `reset`."""
+        """Hold back copies and reads into pools until the next `reset`."""
         self._held = []
 
     def is_held(self, effect: PoolEffect) -> bool:
@@ -295,8 +295,9 @@ class RankedLeader:
             self.membership.rest(now_s, slow)
 
     def _deliver(self, now_s: float) -> SlowHost | None:
-        """Pass complete steps to the inner leader in order, up to the first that failed by a rank's
-        own fault. Returns a host that slows the steps, or None.
+        """Pass complete steps to the inner leader in order. A step that failed by a rank's own
+        fault is passed as failed and ends the formation. Returns a host that slows the steps, or
+        None.
         """
         slow = None
         while (
@@ -438,8 +439,8 @@ def make_ranked_leader(
     *,
     fingerprint: str = "",
 ) -> RankedLeader:
-    """Return the leader of a unit with one process per rank. Its inner leader is the one
-    of a unit of one process (roles/leaders).
+    """Return the leader of a unit with one process per rank. Its inner leader is made like that of
+    a unit of one process (roles/leaders).
     """
     units = units_of(deployment, role)
     inner = make_leader(deployment, config, unit, role, epoch, fingerprint=fingerprint)

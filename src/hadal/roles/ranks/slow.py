@@ -121,7 +121,7 @@ class Rests:
 
     def __init__(self, rest_s: float) -> None:
         """`rest_s`: seconds of the first rest; a rest that follows within REST_MAX_S takes twice
-        the last one. 0: no host rests.
+        the last one, REST_MAX_S at most. 0: no host rests.
         """
         self._rest_s = rest_s
         self._host_to_rest: dict[str, _Rest] = {}

@@ -1,8 +1,10 @@
 """State tables of a unit and of its ranks: (state, move) -> state. A pair without an entry is a bug
 and raises InvariantError.
 
-rank   ABSENT -> UP -> FORMING -> MEMBER, from each of them to ABSENT (it ended) or DROPPED (to be killed)
+rank   ABSENT -> UP -> FORMING -> MEMBER; a living one -> DROPPED (to be killed)
+       from any of them to ABSENT (it ended) or UP (its successor announced itself)
 unit   WAITING -> FORMING -> RUNNING -> DRAINING or BROKEN -> FORMING ...
+       from any of them to FORMING (form anew) or WAITING (no rank is left)
 
 Independent of messages and deadlines.
 """
@@ -76,7 +78,7 @@ class UnitLifecycle:
         self._since_s = 0.0
         """Time at which the phase began."""
         self._whole_until_s: float | None = None
-        """Time since which no intact formation has run; None while one runs or before the first."""
+        """Start of the time without an intact formation; None while one runs or before any began."""
 
     @property
     def is_running(self) -> bool:

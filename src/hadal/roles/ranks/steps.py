@@ -32,7 +32,7 @@ from hadal.roles.ranks.clocks import HostClocks
 from hadal.roles.ranks.slow import SlowHosts
 
 PEER_ERRORS = ("PeerLost", "Aborted")
-"""Prefixes of errors that are not the rank's own fault (comm/group, model/experts)."""
+"""Prefixes of errors that are not the rank's own fault (comm/group, model/membership)."""
 
 
 @dataclass(slots=True)

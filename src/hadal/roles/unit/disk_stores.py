@@ -113,7 +113,7 @@ class DiskStores:
         effects: list[StoreBlocks] = []
         num_together = max(1, self._num_writing_max // 2)  # One write runs, one waits behind it.
         if not self._names:
-            return effects  # Always so without a disk.
+            return effects  # Always the case without a disk.
         for rank, waiting in enumerate(self._waiting):
             while waiting and self._num_writing[rank] < self._num_writing_max:
                 num_free = self._num_writing_max - self._num_writing[rank]
@@ -161,7 +161,7 @@ class DiskStores:
 
     def stored(self, event: BlocksStored) -> None:
         """Release blocks after their write, successful or not. Raises InvariantError for a write
-        that was not requested.
+        that was not requested, or an answer for another number of blocks.
         """
         effect = self._writing.pop(event.store_id, None)
         if effect is None or len(event.locations) != len(effect.block_ids):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 _FALLS, _RISES = 0.03, 0.0003
 """Largest fractions by which one step lowers or raises the estimated step time of a single request.
-Their ratio makes the estimate the time that about 1 step in 100 undercuts. Steps of costlier requests, or delayed
-by other work on the host, hardly count.
+Their ratio makes the estimate the time that about 1 step in 100 undercuts. Steps of costlier
+requests, or delayed by other work on the host, hardly count.
 """
 _LINE_VARIANCE = 2.0
 """Minimum variance of the number of requests per step for which a fitted line is meaningful."""

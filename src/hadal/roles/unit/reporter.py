@@ -64,7 +64,7 @@ class UnitReporter:
         return [Send("front", up), Send(SUPERVISOR, up)]
 
     def reset(self) -> list[Effect]:
-        """Return UnitUp after ranks came or went, if it was not sent yet."""
+        """Return UnitUp after ranks came or went, if the present front has not got it yet."""
         return [] if self._is_known else self.up()
 
     @property
@@ -85,8 +85,8 @@ class UnitReporter:
     def heartbeat(
         self, now_s: float, num_requests: int, num_tokens_waiting: int, deadline_s: float | None
     ) -> list[Effect]:
-        """Return a report if it changed or is due, and a wake-up if its time changed. `deadline_s`
-        is the leader's own deadline.
+        """Return a report if its counts changed or it is due, and a wake-up if the last one has
+        passed or is too late. `deadline_s` is the leader's own deadline.
         """
         effects: list[Effect] = []
         pools = self._pools

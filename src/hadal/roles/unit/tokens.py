@@ -25,7 +25,9 @@ def finish_of(generation: Generation, index: int, token: int) -> str | None:
 
 
 def returned(unit: str, key: Key, reason: str) -> Send:
-    """Return the message by which a leader returns an attempt; the front retries it elsewhere, or later."""
+    """Return the message by which a leader returns an attempt to the front, which retries it or
+    ends its request (roles/reasons).
+    """
     return Send("front", Returned(unit, *key, reason))
 
 
@@ -46,7 +48,7 @@ def has_penalty(sampling: Sampling) -> bool:
 
 
 def needs_output(sampling: Sampling) -> bool:
-    """Return whether the next token depends on the output so far."""
+    """Return whether the sampler needs the output so far to draw the next token."""
     return has_penalty(sampling) or sampling.grammar is not None
 
 
