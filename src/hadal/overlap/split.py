@@ -29,8 +29,7 @@ def split_chunks(chunks: Sequence[tuple[int, int]], token_s: float, pair_s: floa
     """Return how many tokens of each (start, num_tokens) go into the first micro-batch.
 
     All chunks before one are wholly in the first, all after it wholly in the second. So at most one
-    prompt is cut, and only its KV is read twice. The halves differ by at most one
-    token's time.
+    prompt is cut, and only its KV is read twice. The halves differ by at most one token's time.
     """
     token_s, pair_s = _rates(token_s, pair_s)
     costs_s = [

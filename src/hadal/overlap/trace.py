@@ -268,8 +268,9 @@ def _span(
 def timeline(
     events: Iterable[TraceEvent], rank: int, layer: int | None = None, width: int = 96
 ) -> str:
-    """Draw one layer of one rank in letters (`legend`), while any micro-batch is in it. `layer`
-    None: the middle one.
+    """Draw one layer of one rank in letters (`legend`), while any micro-batch is in it; empty
+    without events of the rank. `layer` None: the middle one, of those with an exchange if there are
+    any. Raises ValueError for a layer without events.
     """
     mine = [event for event in events if event.rank == rank]
     if not mine or width < 1:
@@ -305,7 +306,7 @@ def is_one_kernel(events: Iterable[TraceEvent], rank: int) -> bool:
 
 
 def steps_timeline(steps: Sequence[TracedStep], rank: int, width: int = 96) -> str:
-    """Draw a rank's compute lane over all steps in letters; dots are time between steps."""
+    """Draw a rank's compute lane over all steps in letters; dots are time without an op."""
     mine = [
         event
         for step in steps

@@ -161,8 +161,8 @@ class StepCosts:
             self._models = None
 
     def op_seconds(self, work: MicroBatchWork) -> OpSeconds:
-        """Return the estimated op times of one micro-batch in one MoE layer; all 0 for no tokens,
-        and before any step was observed.
+        """Return the estimated op times of one micro-batch in one MoE layer; all 0 before any step
+        was observed.
         """
         if self._models is None:
             self._models = self._fit()
@@ -320,8 +320,8 @@ def choose(
     candidate.
 
     A schedule other than `current` (None: sequential) must be cheaper by the fraction `hysteresis`,
-    so that noise does not make a unit alternate. Among equally cheap ones, the first of `allowed`
-    is chosen.
+    so that noise does not make a unit alternate. Among equally cheap ones, sequential is chosen,
+    then the first of `allowed`, of which those without an offset are skipped.
     """
     incumbent = SEQUENTIAL if current is None or current.offset is None else current
     best, best_s = (SEQUENTIAL, 1), step_s(costs, SEQUENTIAL, [whole], num_layers)

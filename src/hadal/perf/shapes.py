@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and bytes of one layer of DeepSeek-V3, from its dimensions alone.
+"""Parameters, FLOPs and bytes of models like DeepSeek-V3, from their dimensions alone.
 
 A multiply-add is two FLOPs. Sources: DeepSeek-V3 technical report (arXiv 2412.19437) for the
 dimensions, DeepEP's kernels for the bytes of a token between ranks.

@@ -1,1 +1,1 @@
-"""Statistics: facts of the ledger in, tables out. Exact integers; independent of a clock."""
+"""Statistics: facts of the ledger in, tables out. Counts and charges are exact. Uses no clock."""

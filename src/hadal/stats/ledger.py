@@ -2,8 +2,8 @@
 
 A request's row is written once: a repeated fact changes nothing. A different fact under the same id
 is refused and reported, regardless of the writing process and time. Times are whole microseconds,
-money whole pico-dollars. runtime/ledger/store manages engines, files and threads; every function
-here runs in the caller's transaction.
+charges whole pico-dollars, prices of GPU-hours whole micro-dollars. runtime/ledger/store manages
+engines, files and threads; every function here runs in the caller's transaction.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Written:
 
     num_new: int = 0
     num_same: int = 0
-    """Facts that were already recorded with equal values."""
+    """Facts that were already recorded, or given before, with equal values."""
     refused_ids: tuple[str, ...] = ()
-    """Ids already recorded with different values; the first record is kept."""
+    """Ids already recorded, or given before, with different values; the first are kept."""
 
 
 def prepare(connection: sa.Connection) -> None:
@@ -312,8 +312,8 @@ def _quantiles(
 
 
 def read_spans(connection: sa.Connection, from_us: int, to_us: int) -> list[WorkSpan]:
-    """Return the times on units of generations that ended after `from_us` and arrived before
-    `to_us`. The times are not cut to that window.
+    """Return the times on units of generations with a first token that ended after `from_us` and
+    arrived before `to_us`. The times are not cut to that window.
     """
     of = _requests.c
     spans = []

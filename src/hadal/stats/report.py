@@ -131,7 +131,7 @@ class Line:
     detail: Detail | None = None
     """Quantiles and errors; None if there are sums only, as for a simulated day."""
     use: TenantUse | None = None
-    """GPU time per tenant, if requested."""
+    """GPU time of the row's tenant, or of all tenants in the total, if requested."""
 
     @property
     def hit_percent(self) -> float | None:

@@ -35,7 +35,7 @@ class Counts:
     num_finished: int = 0
     num_cancelled: int = 0
     num_refused: int = 0
-    """Generations rejected because of overload or shutdown."""
+    """Generations rejected before a unit had them: by a quota, overload or shutdown."""
     num_failed: int = 0
     num_retries: int = 0
     tokens_hit: int = 0
@@ -89,7 +89,7 @@ def counts_of(fact: RequestFact) -> Counts:
 class Columns:
     """Finished generations as columns, one entry per generation in each array: shape [N], int64.
 
-    Raises ValueError when made with arrays of different lengths.
+    Raises ValueError when made with arrays of different lengths or another type.
     """
 
     completed_us: Ints

@@ -39,7 +39,7 @@ class TraceRow(NamedTuple):
 
 def mooncake_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
     """Yield the rows of Mooncake's JSON lines (FAST'25 release). Raises ConfigError with the line
-    and its mistake: a field, or fewer parts than its length needs.
+    and its mistake: no JSON object, a wrong field, or fewer parts than its length needs.
     """
     for number, line in enumerate(lines, 1):
         where = f"line {number}"
@@ -70,7 +70,8 @@ def mooncake_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
 
 def azure_rows(lines: Iterable[str]) -> list[TraceRow]:
     """Return the rows of Azure's LLM inference traces in order of arrival: CSV with TIMESTAMP,
-    ContextTokens, GeneratedTokens. Second 0 is the first arrival. Raises ConfigError.
+    ContextTokens, GeneratedTokens (0 counts as 1). Second 0 is the first arrival. Raises
+    ConfigError.
     """
     try:
         rows = list(csv.DictReader(lines))
@@ -104,7 +105,7 @@ def _count(value: Any, what: str) -> int:
 
 
 def _time(value: Any, where: str) -> np.datetime64:
-    """Return a UTC time from 1970 to 2200, the range of 64-bit nanoseconds. Raises ConfigError."""
+    """Return a UTC time from 1970 to 2199, which fits 64-bit nanoseconds. Raises ConfigError."""
     found = _TIME.fullmatch(value) if isinstance(value, str) else None
     if found is not None and "1970" <= found[1] < "2200":
         try:

@@ -71,7 +71,7 @@ class FrontAdmission:
     def submit_refusal(self, now_s: float, submit: Submit) -> Refusal | None:
         """Return why a generation not checked by `refusal` is refused; None if it is admitted."""
         generation = submit.generation
-        # A free place matters only with a queue of length 0, so has_room is called only then.
+        # A free place matters only if the queue may hold none, so has_room is called only then.
         may_hold_none = self._routing.limits.max_queued == self._requests.num_waiting == 0
         is_placeable = may_hold_none and self._routing.has_room(generation)
         return self._quota_refusal(
@@ -80,7 +80,7 @@ class FrontAdmission:
 
     def counting_refusal(self, now_s: float, tenant: str) -> Refusal | None:
         """Return why a request to count a prompt's tokens is refused; None if its tenant has tokens
-        left. Changes nothing.
+        left or no limit on them. Changes nothing.
         """
         return self._tenants.counting_refusal(now_s, tenant, self._requests.tenant_to_open[tenant])
 

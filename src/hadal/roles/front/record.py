@@ -23,9 +23,10 @@ class Record:
     number: int
     """The request's number in the order of arrival."""
     timeout_s: float
-    """Longest wait, seconds: in the queue, for the first token, and for each later token."""
+    """Longest wait, seconds: from arrival to decode's first token, and for each later token."""
     moved_s: float
-    """Time of the last token, or of arrival; while the request runs, `Running` has the latest."""
+    """Time of decode's last token, or of arrival. `Running` has the latest while the request runs.
+    """
     output: list[int]
     """Output tokens so far; empty if the front stores no text."""
     num_output: int = 0

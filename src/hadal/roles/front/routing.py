@@ -37,7 +37,7 @@ class RequestRouting:
     max_context: int
 
     def num_free(self) -> int:
-        """Return how many more requests the units have slots for, regardless of lengths."""
+        """Return how many more requests may run, by slots and `max_running`, for any lengths."""
         num_free = 0
         for fingerprint in self.units.serving():
             num_placed = self.requests.placed_under(fingerprint).num_requests

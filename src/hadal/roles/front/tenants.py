@@ -62,7 +62,7 @@ class FrontTenants:
         self._reserved: dict[str, _Reserved] = {}
         """Request id -> its reserved cost."""
         self._ended: list[str] = []
-        """Requests that ended since the last tick."""
+        """Requests that ended since the last tick with a cost to release later."""
         self._reserved_until_s: dict[str, float] = {}
         """Request id -> time at which its reserved cost is released, earliest first."""
         self._tenant_to_reserved: dict[str, int] = {}
@@ -105,7 +105,7 @@ class FrontTenants:
         return None if view is None else refuse(view, num_wanted, num_tokens, most_pico_usd)
 
     def counting_refusal(self, now_s: float, tenant: str, num_open: int) -> Refusal | None:
-        """Return why a prompt may not be counted; None if the tenant has tokens left."""
+        """Return why a prompt may not be counted; None if it may (tokens left, or no limit)."""
         view = self._view(now_s, tenant, num_open)
         return None if view is None else refuse_tokens(view)
 
@@ -127,7 +127,9 @@ class FrontTenants:
             )
 
     def ended(self, request_id: str) -> None:
-        """Note that a request has ended: its reserved cost is released `reserve_s` after the next tick."""
+        """Note that a request has ended: its reserved cost, unless it is of a batch, is released
+        `reserve_s` after the next tick.
+        """
         reserved = self._reserved.get(request_id)
         # A batch line is charged when its answer is stored, however long the store is unavailable.
         # The process that sends the charge ends with this front, so nothing stays reserved forever.

@@ -19,7 +19,8 @@ class Unit:
     role: str
     epoch: str
     num_blocks: int
-    """Blocks of the unit's living ranks, from its last report (as `num_requests_max` is)."""
+    """Blocks of the unit's living ranks, by UnitUp or its last report, like `num_requests_max`.
+    """
     num_blocks_request: int
     """Maximum number of blocks that one request can have on the unit; 0 while no rank lives."""
     num_requests_max: int

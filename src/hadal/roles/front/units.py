@@ -179,7 +179,7 @@ class FrontUnits:
 
     def capacity_tokens(self) -> int | None:
         """Return the most tokens of KV that one request can have on units of both roles; None if a
-        role has no living rank.
+        role has no living rank on a unit that does not drain.
         """
         num_blocks = min(
             max(
@@ -250,8 +250,8 @@ class FrontUnits:
     def prefill_views(
         self, fingerprint: str, unit_to_cached: Mapping[str, int] = _NOTHING
     ) -> list[PrefillUnitView]:
-        """Return views of a fingerprint's prefill units. `unit_to_cached`: positions of the request
-        in each unit's cache.
+        """Return views of a fingerprint's prefill units that do not drain. `unit_to_cached`:
+        positions of the request in each unit's cache.
         """
         views = []
         for unit in self.of_role(PREFILL):

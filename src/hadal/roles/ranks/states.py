@@ -78,7 +78,9 @@ class UnitLifecycle:
         self._since_s = 0.0
         """Time at which the phase began."""
         self._whole_until_s: float | None = None
-        """Start of the time without an intact formation; None while one runs or before any began."""
+        """Time since which no intact formation has run; None while one runs, or before the first
+        begins.
+        """
 
     @property
     def is_running(self) -> bool:
