@@ -7,6 +7,6 @@ that causes effects gets that list when it is made (`out`). A helper that only r
 (Alarm, Tracer, UnitReporter) has no such list; its caller appends them at once.
 
 Some effects must not be ordered by the time at which they arose. Their owner keeps them until the
-actor collects them, and the method that returns them gives the reason: RankPools.take_freed and
+actor collects them, and the method that hands them over gives the reason: RankPools.take_freed and
 take_named, UnitMembership.take_sends, PrefillCache.end_event.
 """

@@ -6,6 +6,7 @@ count as ended at once, and its units continue without them. The node provider d
 node is replaced. It may take a minute, because replacing a node ends processes that may be healthy.
 
     ABSENT --an agent reports--> UP --silent for timeout_s--> LOST --an agent reports--> UP
+    any of them --released--> ABSENT
 
 Processes of an agent that reports for the first time were started by an earlier supervisor, and
 continue. A node that was only cut off may still run processes that were given up. Every order
@@ -216,7 +217,7 @@ class Nodes:
         return lost
 
     def run(self, now_s: float, number: int, order: ProcessOrder) -> FarProcess:
-        """Order a node to run a process, under a name that no process there has."""
+        """Order a node to run a process, under a name that no running process there has."""
         node = self.nodes[number]
         process = FarProcess(order, ProcessNews(order.name, order.epoch_number, 0))
         node.processes[order.name] = process

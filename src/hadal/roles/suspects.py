@@ -1,5 +1,5 @@
 """Failure detector: suspected processes, and what their host observes of them. The front watches
-units with it, a leader its ranks, and the supervisor the processes of its host.
+units with it, a leader its ranks, and the supervisor its gateways.
 
     silent for a part of the timeout: Suspect -> supervisor ... Sighting -> the detector: frozen, or
     only starved?
@@ -45,7 +45,9 @@ class _SeenProcess:
 
 
 class Suspects:
-    """Failure detector for several processes. `timeout_s`: longest silence allowed."""
+    """Failure detector for several processes. `timeout_s`: longest silence allowed, counted over
+    time in which the process could run.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
