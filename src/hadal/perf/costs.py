@@ -321,7 +321,7 @@ def choose(
 
     A schedule other than `current` (None: sequential) must be cheaper by the fraction `hysteresis`,
     so that noise does not make a unit alternate. Among equally cheap ones, sequential is chosen,
-    then the first of `allowed`, of which those without an offset are skipped.
+    else the first of `allowed`. Schedules without an offset are skipped.
     """
     incumbent = SEQUENTIAL if current is None or current.offset is None else current
     best, best_s = (SEQUENTIAL, 1), step_s(costs, SEQUENTIAL, [whole], num_layers)

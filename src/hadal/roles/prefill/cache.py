@@ -162,8 +162,8 @@ class PrefillCache:
         self._has_disk = has_disk
         self._is_priced = recompute == AUTO
         self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
-        """Blocks read or copied into each rank's pool since its last plan, and those that plans
-        which may never have run had to fetch.
+        """Blocks that each rank's next plan must fetch: read or copied into its pool since its last
+        plan, or fetched by a plan that may never have run.
         """
         self._takings: dict[Taker, Taking] = {}
         self._begun: list[StoreBlocks] = []
