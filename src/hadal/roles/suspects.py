@@ -1,5 +1,5 @@
 """Failure detector: suspected processes, and what their host observes of them. The front watches
-units with it, a leader its ranks, and the supervisor its gateways.
+units with it, a leader its ranks, and the supervisor gateways and console.
 
     silent for a part of the timeout: Suspect -> supervisor ... Sighting -> the detector: frozen, or
     only starved?

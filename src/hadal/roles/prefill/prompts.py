@@ -68,7 +68,7 @@ class PrefillAttempt:
     is_loading: bool = False
     """True while the attempt waits for a part of its prefix to be read from disk."""
     num_named: int = 0
-    """Leading blocks that were found, or have got names since; later ones are still unnamed."""
+    """Leading blocks that were found, or named since; naming continues behind them."""
     last_step_id: int = -1
     """Last plan that writes the attempt's blocks; they are not freed before it is done or void."""
     is_dropped: bool = False

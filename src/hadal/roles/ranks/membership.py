@@ -5,7 +5,7 @@ A formation is a set of processes that step together. It ends when one of them i
 survivors form the next one at once and place the lost rank's experts on themselves. A replacement
 joins in a later formation, when no step is in flight. A rank is given up if its process ended, if
 it was silent or stuck for `rank_timeout_s` although it could run (policy/suspicion), or if it
-cannot form. If others lost it, a few missing heartbeats suffice. While its heartbeats arrive, their
+cannot form. If others lost it, two missing heartbeats suffice. While its heartbeats arrive, their
 reports do not suffice, because the link may be at fault: then all form again. The ranks of a host
 that slows the others (roles/ranks/slow) are also given up, and restarted. They stay out until the
 host has rested, unless the unit has no other ranks.

@@ -64,7 +64,7 @@ class UnitReporter:
         return [Send("front", up), Send(SUPERVISOR, up)]
 
     def reset(self) -> list[Effect]:
-        """Return UnitUp after ranks came or went, if the present front has not got it yet."""
+        """Return UnitUp after ranks came or went, if it was not sent to the present front yet."""
         return [] if self._is_known else self.up()
 
     @property
