@@ -338,8 +338,8 @@ class LimitsConfig(ConfigTable, frozen=True):
     max_retries: Count = 8
     """Maximum number of retries of one request after its units failed. Preemptions do not count."""
     request_timeout_s: Seconds = 3600.0
-    """Longest wait of a request in the queue, for its first token, and for each later token. It
-    does not limit a request that keeps making tokens.
+    """Longest time without a new token from decode: from the request's arrival to the first one, and
+    between later ones. It does not limit a request that keeps making tokens.
     """
 
 
