@@ -5,8 +5,8 @@ The agent reads a Joining as one JSON line on standard input, because it contain
 secret, and another one when another supervisor has taken the run over. It makes its own run folder:
 for the processes that it starts, the agent plays the part of the supervisor on their host. Every
 order names all processes that should run, so a lost order does no lasting harm (roles/nodes). The
-agent ends, with all its processes, when the run ends, when another agent has replaced it, or when
-it has received no orders for the deployment's `cluster.lease_s`.
+agent ends, with all its processes, when the run ends, when its node is released, when another agent
+has replaced it, at SIGTERM or SIGINT, or after `cluster.lease_s` without orders.
 
     python -m hadal.runtime.agent < joining.json
 """
@@ -86,19 +86,21 @@ MAX_LINE_BYTES = 1 << 14
 MAX_LINES_SENT = 200
 """Largest number of lines of one process in one message."""
 _QUICK_S = 0.02
-"""Time between polls while a process starts; its address file shows that it listens."""
+"""Time between polls while the fork server warms up, a process starts (its address file shows that
+it listens) or ends, or output is unsent.
+"""
 _LAST_WORDS_S = 0.2
 """Longest wait for the rest of an ended process's output, which its own child may keep open."""
 _KILL_S = 5.0
-"""Time that a killed process may take to disappear."""
+"""Time that the processes killed at the agent's end may take to disappear, all together."""
 _NICE = -10
-"""Niceness of the agent: it runs ahead of all processes of default priority."""
+"""Niceness of the agent, if permitted: it runs ahead of all processes of default priority."""
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Joining:
-    """Input of an agent at its start."""
+    """Input of an agent at its start, and when another supervisor takes the run over."""
 
     node: int
     """Number of the node in the deployment."""
@@ -150,7 +152,7 @@ class _CodeForks:
         self._left = Left([], [str(folder)])
         self._environment = environment()
         self._num_rollouts: int | None = None
-        """Number of rollouts in the last order."""
+        """Number of rollouts in the last order; None before the first."""
         forks.clear_after(self._left)
 
     @property
@@ -186,7 +188,7 @@ class _Mirror:
         self._folder = folder
         self._names: set[str] = set()
         self._unwritten: dict[str, Address] | None = None
-        """Addresses not written to the folder yet."""
+        """Addresses not written to the folder yet; None if all are."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -245,7 +247,7 @@ class Agent:
         self._said: tuple[ProcessNews, ...] | None = None
 
     def run(self, signals_fd: int) -> int:
-        """Serve until the run ends or the lease expires. Return the exit code."""
+        """Serve until an order or a signal ends it, or the lease expires. Return the exit code."""
         self._wire.wake_on(signals_fd)
         while not self._is_over:
             self._join_successor()
@@ -315,7 +317,7 @@ class Agent:
                 running.process.send_signal(signal.Signals(order.signal))
         self._forks.renew(orders.num_rollouts)
         if self._forks.is_warming:
-            return  # The loop returns soon: while the fork server warms, `_wait_s` is _QUICK_S.
+            return  # The supervisor repeats its orders; this one's processes start then.
         for order in wanted.values():
             # Every process of the deployment has the secret and could forge orders. So an order may
             # start only units or, on a gateway's node, only gateways.
@@ -352,7 +354,7 @@ class Agent:
             self._ending[name] = running
 
     def _clear_after(self, name: str) -> None:
-        """Remove what a dead process left: its socket file, address and shared memory."""
+        """Remove a dead process's socket, address and, if no `name.*` runs, shared memory."""
         socket_path(self._folder, name).unlink(missing_ok=True)
         if name not in self._mirror:  # Otherwise the file has its successor's address.
             address_path(self._folder, name).unlink(missing_ok=True)
@@ -392,7 +394,7 @@ class Agent:
 
     def _speak(self, now_s: float) -> None:
         """Send new output lines, and the processes' state if it changed or the beat is due."""
-        # Report them first: the supervisor drops lines of unknown processes.
+        # Report the processes first: the supervisor drops lines of unknown ones.
         if self._said is None:
             self._say_news(now_s, self._facts())
         for name, running in self._running.items():

@@ -4,12 +4,13 @@
         └──> failed                                 ├──> cancelling ──> cancelled
                                                     └──> expired
 
-A line's answer is written once; a second write changes nothing. So each custom_id is in the output
-exactly once, even after crashes. The line's cost is written in the same transaction, and dropped
-once the ledger has it. A batch ends in one transaction, which makes its output files, sets its
-status and drops its lines. Contents are stored in the database in pieces, so that gateways on every
-host can read them. The store connects, and makes the tables, at its first use. Does not depend on
-HTTP or the model. Not thread-safe: one thread at a time.
+A validating batch may also be cancelled or expire. A line's answer is written once; a second write
+changes nothing. So no custom_id is in the output files twice, even after crashes; only lines that a
+cancelled batch left unanswered are in none. The line's cost is written in the same transaction, and
+dropped once the ledger has it. A batch ends in one transaction, which makes its output files, sets
+its status and drops its lines. Contents are stored in the database in pieces, so that gateways on
+every host can read them. The store connects, and makes the tables, at its first use. Does not
+depend on HTTP or the model. Not thread-safe: one thread at a time.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ _decode_fact = msgspec.msgpack.Decoder(RequestFact).decode
 
 
 class BatchesDown(HadalError):
-    """The database is unavailable now; a later retry may succeed."""
+    """The database failed or is unavailable now; a later retry may succeed."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class BatchRow:
     created_s: int
     expires_s: int
     times: dict[str, int]
-    """Status -> time at which the batch reached it, in unix seconds."""
+    """Status after VALIDATING -> time at which the batch reached it, in unix seconds."""
     errors: list[dict[str, Any]]
     output_file_id: str | None
     error_file_id: str | None
@@ -175,8 +176,8 @@ class BatchLine:
 
 
 def batches_url(asked: str, ledger: str, port: int) -> str:
-    """Return the database URL of batches. `asked` is a URL as in ledger_url; "auto": a file beside
-    the ledger's, or the ledger's database on a server. "" means no batches. Raises LedgerError.
+    """Return the database URL of batches, or "" for none. `asked` is a setting as in ledger_url;
+    "auto" or "": beside the ledger, in a file or in its server's database. Raises LedgerError.
 
     Servers may share a ledger, but not batches: another server has other tenants and models. So the
     file name contains this server's `port`.
@@ -223,7 +224,7 @@ class BatchStore:
     def files(
         self, tenant: str, purpose: str, after: str, limit: int, *, is_ascending: bool
     ) -> list[FileRow] | None:
-        """Return a page of a tenant's files, newest first by default; None without file `after`."""
+        """Return a page of a tenant's files, oldest or newest first; None without file `after`."""
         chosen = _files.c.tenant == tenant
         if purpose:
             chosen &= _files.c.purpose == purpose
@@ -282,7 +283,9 @@ class BatchStore:
             return [_batch_of(row) for row in connection.execute(chosen)]
 
     def cancel(self, tenant: str, batch_id: str, now_s: int) -> BatchRow | None:
-        """Cancel an open batch: no more of its lines begin. None if the tenant has no such batch."""
+        """Cancel a validating or running batch: no more of its lines begin. Return the batch,
+        unchanged in any other status; None if the tenant has no such batch.
+        """
         with self._begin() as connection:
             chosen = (_batches.c.id == batch_id) & (_batches.c.tenant == tenant)
             if connection.execute(sa.select(_batches.c.id).where(chosen)).scalar() is None:
@@ -296,7 +299,7 @@ class BatchStore:
             _move(connection, batch.id, FAILED, now_s, errors=_text(errors))
 
     def begin(self, batch: BatchRow, lines: Iterable[BatchLine], now_s: int) -> None:
-        """Start a validated batch and store its lines, unless it was cancelled meanwhile."""
+        """Start a validated batch and store its lines, unless its status has changed meanwhile."""
         rows = [
             {
                 "batch_id": batch.id,
@@ -472,7 +475,7 @@ class BatchStore:
 
 
 def _make_private(path: Path) -> None:
-    """Make the file readable for its owner only: it holds tenants' requests."""
+    """Make the file if it is missing, readable for its owner only: it holds tenants' requests."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         os.close(open_private(path, os.O_WRONLY | os.O_EXCL))

@@ -1,7 +1,7 @@
 """Folder of a deployment's disk cache: its full path, its creation and its problems.
 
 A plan inspects the folder's file system and creates nothing. A start makes the folder, and fails if
-it cannot be used. If the folder fails later, the only loss is cache hits.
+it can never be used. If the folder fails later, the only loss is cache hits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def absolute_folder(folder: str) -> str:
 
 
 def make_cache_folder(folder: str) -> None:
-    """Make the folder, for its owner only, and check that it is writable. Raises ConfigError."""
+    """Make a private, writable folder. Raises ConfigError, unless it exists, full or read-only."""
     if not folder:
         return
     path = Path(folder)
@@ -66,7 +66,7 @@ def make_cache_folder(folder: str) -> None:
 
 
 def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
-    """Return what will limit or prevent disk caching, one sentence each."""
+    """Return what will limit or prevent disk caching or make it unsafe, one sentence each."""
     cache = deployment.cache
     if not cache.folder:
         return []
@@ -84,8 +84,8 @@ def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
         status = os.statvfs(there)
         free_bytes = status.f_bavail * status.f_frsize + _held_bytes(folder)
         found = folder.stat() if there == folder else None
-        # A folder that this user may chmod is made private when the first process opens it
-        # (runtime/store/owned_segments), so only other open folders are reported.
+        # If it has no other files, a folder that this user may chmod is made private when the first
+        # process opens it (runtime/store/owned_segments), so only other open folders are reported.
         is_ours = (
             found is not None
             and os.geteuid() in (0, found.st_uid)

@@ -1,7 +1,7 @@
 """Load of other processes on some cores, as Linux counts it.
 
     core 0    | own thread ##########| other process ####|  idle  |
-    core 1    | own thread ##############|       idle             |      others: a seventh of both
+    core 1    | own thread ##############|       idle             |      others: a fifth of both
 
 `/proc/stat` has the time that a core was busy; `/proc/self/task` has the time that a thread ran, and
 the core it ran on last (proc(5)).

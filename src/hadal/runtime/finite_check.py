@@ -75,8 +75,8 @@ def watch_matrices(
 
 def first_not_finite(folder: Path, names: Iterable[str], pause: Callable[[], None]) -> str:
     """Return a sentence that names the first of these tensors with a non-finite value; empty if all
-    are finite. `pause` is called between pieces. Raises CheckpointError or OSError if a file cannot
-    be read.
+    are finite. Dtypes that are not in _BITS are not read. `pause` is called after each
+    PIECE_BYTES. Raises CheckpointError or OSError if a file cannot be read.
     """
     name_to_file = read_index(folder)
     bases: dict[Path, tuple[int, dict[str, TensorEntry]]] = {}

@@ -95,12 +95,12 @@ class FleetExecutor:
 
     @property
     def num_unreplaced(self) -> int:
-        """Units that the last rollout still has to replace; 0 when it is complete."""
+        """Units left to replace or, if more, starting units plus roles with failed starts."""
         return self._role.num_unreplaced
 
     @property
     def num_failed(self) -> int:
-        """Number of failed starts in a row."""
+        """Number of failed starts in a row, summed over roles."""
         return self._role.num_failed
 
     def ended(self, now_s: float, unit: str, reason: str) -> bool:

@@ -28,7 +28,7 @@ def num_cores() -> int:
 
 
 def available_bytes() -> int | None:
-    """Return the memory available without swapping; None if unknown."""
+    """Return the memory available without swapping, at most the groups' limit; None if unknown."""
     return _at_most_the_limit(_meminfo("MemAvailable"))
 
 

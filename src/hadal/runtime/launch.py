@@ -117,7 +117,7 @@ def _run(resolved: Resolved, options: Options) -> tuple[Run, Joining | None]:
 
 @contextmanager
 def _console_listener(deployment: Deployment) -> Iterator[socket.socket | None]:
-    """Yield the listening socket for the pages; None if they are off. If the port is in use,
+    """Yield the listening socket for the pages; None if they are off. If the port cannot be opened,
     another one is taken, so that the server starts.
     """
     if deployment.console.mode == OFF:

@@ -1,4 +1,4 @@
-"""The HTTP port, opened by the supervisor and used by the gateway, so that it outlives the gateway.
+"""HTTP ports, opened by the supervisor for gateways and pages, so that they outlive processes.
 
 While a crashed gateway restarts, new connections wait in the socket's backlog.
 """

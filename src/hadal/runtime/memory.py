@@ -47,7 +47,8 @@ class RankMemory:
     num_slots: int
     """Expert replicas per MoE layer."""
     fixed_bytes: int
-    """Bytes of weights on every rank: attention, shared expert, dense FFNs, gate, embedding, head.
+    """Bytes of all weights but the routed experts', which every rank has: attention, shared expert,
+    dense FFNs, norms, gate, embedding, head, MTP module.
     """
     expert_bytes: int
     kv_blocks: int
@@ -141,8 +142,8 @@ def plan_memory(
     `stored`: see `precision_of`. `is_plain`: there are no kernels, and torch computes in FP32.
     `room`: see `pool_blocks`.
 
-    Raises ConfigError if a pool could not hold one token's block, if experts do not divide by
-    ranks, or if a rank does not fit in `device_memory_gb`.
+    Raises ConfigError if a pool could not hold one token's block, if replicas do not divide by
+    ranks or are too many, or if a rank does not fit in `device_memory_gb`.
     """
     is_converted = is_plain or config.weight_block_size not in (None, SCALE_BLOCK)
     is_mapped = deployment.device == "cpu" and not is_converted

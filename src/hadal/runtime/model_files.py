@@ -1,4 +1,4 @@
-"""Checks that the model's mapped files are those of the server's start, and do not change.
+"""Checks that a model's mapped files are those of the start or last rollout, and do not change.
 
 Reading a page beyond the end of a shortened file kills the process with SIGBUS (which the
 supervisor explains). An overwritten page silently holds other weights. So a process that maps the
@@ -29,8 +29,8 @@ _State = dict[str, tuple[int, int, int]]
 
 
 def check_model(run: Run) -> None:
-    """Raise CheckpointError if the model's files differ from those at the server's start: another
-    process may still use the old contents.
+    """Raise CheckpointError if the model's files differ from those of the server's start or last
+    rollout: another process may still use the old contents.
     """
     if run.model_digest and digest_of_model(Path(run.deployment.model)) != run.model_digest:
         raise CheckpointError(
@@ -67,6 +67,6 @@ def _state(folder: Path) -> _State:
         try:
             status = path.stat()
         except OSError:
-            continue  # The file vanished between the two calls; the next check reports it.
+            continue  # The file vanished between the two calls; it is missing in the result.
         found[path.name] = status.st_size, status.st_mtime_ns, status.st_ino
     return found

@@ -333,7 +333,7 @@ class LiveNodes:
         return shown != self._shown
 
     def keep(self, now_s: float, nodes: Collection[int]) -> None:
-        """Request these nodes; release groups that contain none of them."""
+        """Request these nodes; release groups with none of them. While adopting, do nothing."""
         if self.is_adopting:
             return
         for number in self._provided.keep(now_s, nodes):
@@ -457,7 +457,7 @@ def address_here(cluster: ClusterConfig) -> str:
 
 
 def _ray_address() -> str:
-    """Return the address of the Ray node on this host; empty if there is none."""
+    """Return the address of the head of this host's Ray node; empty if there is none."""
     with contextlib.suppress(OSError):
         return _RAY_ADDRESS.read_text(encoding="utf-8").strip()
     return ""

@@ -1,4 +1,4 @@
-"""Counts of a model's parameters, and of the bytes of weights and KV, from config.json alone.
+"""Counts of a model's parameters, and of bytes of weights and KV, by config.json and precision.
 
 Does not depend on ranks or a deployment's memory.
 """

@@ -1,8 +1,8 @@
 """Plan of a deployment as rows: topology, memory per rank, experts, messages, schedule and cache.
 
-The start-up banner, `hadal serve --dry-run` and `hadal model` print these rows, in colour on a
-terminal and plain elsewhere. Builds the placement and the layouts that ranks would use; starts
-nothing, reads no weights, allocates no buffer.
+The start-up banner and `hadal serve --dry-run` print these rows, and `hadal model` similar ones, in
+colour on a terminal and plain elsewhere. Builds the placement and the layouts that ranks would use;
+starts nothing, reads no weights, allocates no buffer.
 """
 
 from __future__ import annotations

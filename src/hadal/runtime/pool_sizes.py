@@ -1,4 +1,4 @@
-"""Size of each KV pool: set by the deployment, else a share of the memory that weights leave.
+"""Size of each KV pool: set by the deployment, else a share of what weights leave, or FIXED_MB.
 
 Pure arithmetic. `hadal serve` decides once and writes the blocks into the deployment. So units,
 their restarts and their successors have equal pools, even if the free memory has changed.
@@ -48,9 +48,9 @@ def pool_blocks(
     """Return role -> KV blocks of a rank, including the scratch block.
 
     `beside_bytes`: weights and buffers of all ranks. `room`: memory of their host; None: unknown. A
-    pool holds at least one whole context, unless `kv_blocks` says otherwise. By default it holds at
-    most a whole context for each of a rank's `max_requests`: running requests fill no more of a
-    decode pool, and a prefill pool then caches one conversation per request that its rank can run.
+    pool holds at least one whole context, unless `kv_blocks` says otherwise. If its size
+    is a share of memory, it holds at most `max_requests` whole contexts: running requests fill no
+    more of a decode pool, and a prefill pool then caches one conversation per request of its rank.
     """
     context_blocks = -(-context_tokens // BLOCK_TOKENS)
     least = NUM_SCRATCH_BLOCKS + context_blocks

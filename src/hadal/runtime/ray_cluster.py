@@ -100,7 +100,7 @@ nodes are released.
 """
 _FLOOR_S = 30.0
 """Time between repeats of the floor to the autoscaler: other callers of its API overwrite it, and a
-restarted head has forgotten it.
+restarted head has forgotten it. Also the time between checks for groups removed in Ray.
 """
 _LAST_S = 10.0
 """Longest wait for the supervisor to end this process after another one has taken over."""
@@ -141,7 +141,7 @@ class NodeActor:
         return _for_node(asked, asked.node, self._address)
 
     def _look_for_successor(self) -> None:
-        """Use the recorded joining if newer: Ray restarts this actor with its first arguments."""
+        """Use the recorded joining unless older: Ray restarts an actor with its first arguments."""
         kept = _kept(self._joining.run.deployment.cluster.name)
         if kept is not None and kept.run.run_id == self._joining.run.run_id:
             changed = _for_node(kept, self._joining.node, self._address)
@@ -262,7 +262,7 @@ class RayNodeProvider:
         return kept is not None and kept.run.term > self._joining.run.term
 
     def end(self) -> None:
-        """Release all nodes and delete the run's record."""
+        """Release all nodes and delete the run's record, unless another supervisor serves."""
         if not self.is_superseded:
             self.move(())
             _internal_kv_del(self._name.encode(), namespace=_NAMESPACE)
@@ -288,7 +288,7 @@ class RayNodeProvider:
         """Release unwanted groups and request missing ones. Return a complaint as text, or "".
 
         Groups are placed one at a time, largest first, because several small ones could block a
-        large one. Groups that were not found in time come last.
+        large one. The gateways' group follows those of units; groups not found in time come last.
         """
         self._set_floor(wanted)
         self._forget_removed()
@@ -578,7 +578,7 @@ def _find(name: str, address: str) -> int:
 
 
 def main() -> int:
-    """Provide nodes until SIGTERM; return the exit code."""
+    """Provide nodes until SIGTERM or until another supervisor serves; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--find")
     parser.add_argument("--address")

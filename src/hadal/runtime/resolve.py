@@ -1,5 +1,5 @@
-"""Resolution of a requested deployment: fills in every derived field, and reports every mistake
-that can be found before the start.
+"""Resolution of a requested deployment: fills in every derived field, and refuses one with a
+mistake that can be found before the start.
 
 Inspects the model's folder and this machine; starts nothing and loads no torch.
 """
@@ -67,9 +67,9 @@ class Resolved:
     precision: str
     """Precision of the checkpoint by its files; empty if only config.json was read."""
     fingerprint: str = ""
-    """Fingerprint of KV (runtime/fingerprint); empty if only config.json was read."""
+    """Fingerprint of KV (runtime/fingerprint); empty before `with_digests`."""
     model_digest: str = ""
-    """Digest of config.json and the weights; empty if only config.json was read."""
+    """Digest of config.json and the weights; empty before `with_digests`."""
 
 
 def plan(deployment: Deployment, room: Room | None = None) -> Resolved:
@@ -298,7 +298,7 @@ def _most_ranks(deployment: Deployment) -> int:
 
 
 def resolve(deployment: Deployment) -> Resolved:
-    """Plan the deployment; check that this host can run it. Raises ConfigError, CheckpointError."""
+    """Plan a deployment that can run; make its cache folder. Raises Config- or CheckpointError."""
     resolved = plan(deployment)
     deployment, memory = resolved.deployment, resolved.memory
     is_here = not deployment.cluster.spans_hosts
@@ -367,7 +367,7 @@ def model_folder(model: str) -> Path:
 
 
 def deployment_file(asked: Path) -> Path:
-    """Return the requested file, or for a bare name, such as laptop_ep, the shipped deployment."""
+    """Return the requested file; for a bare name without a file, such as laptop_ep, the shipped."""
     shipped = _CONFIGS / f"{asked}.toml"
     return (
         shipped if asked.name == str(asked) and not asked.exists() and shipped.is_file() else asked

@@ -84,7 +84,7 @@ class ProcessPlan:
     module: str
     arguments: tuple[str, ...]
     ready_after: tuple[str, ...] = ()
-    """Processes that must be ready first: a leader can do nothing before its ranks exist."""
+    """Ranks of a leader, which can do nothing before they are ready; empty for other processes."""
 
 
 def launch_plan(deployment: Deployment) -> tuple[ProcessPlan, ...]:
@@ -112,7 +112,7 @@ def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
         if unit.num_ranks > 1:
             name, arguments = rank_name(unit.name, rank), (*arguments, "--rank", str(rank))
         if deployment.device == "cuda":
-            # Modulo, if the node has fewer GPUs: ranks then share them.
+            # Number on its node. Ranks share GPUs if the node has fewer (runtime/devices.take_gpu).
             device = (unit.first_device + rank) % units.ranks_per_node
             arguments = *arguments, "--device", str(device)
         node = unit.nodes[rank // units.ranks_per_node]
@@ -128,9 +128,9 @@ def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
 
 
 def place_units(deployment: Deployment) -> list[UnitNodes]:
-    """Place units on nodes in order. A unit that fills nodes gets its own; a small one gets the
-    first node with enough free devices that no unit fills. A single host has room for any number of
-    CPU ranks; in a cluster, `ranks_per_node` of them fill a node.
+    """Place units on nodes in order. A unit that fills nodes gets its own: several, or in a cluster
+    also one. A small unit gets the first node that no unit fills, with enough free GPUs if it needs
+    any: a node has room for any number of CPU ranks of small units.
     """
     placed: list[UnitNodes] = []
     used: list[int] = []

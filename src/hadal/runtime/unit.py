@@ -3,7 +3,7 @@ separate processes, or one of those ranks.
 
 python -m hadal.runtime.unit --unit decode-0 --role decode [--rank 2] [--device 2] --folder RUN_FOLDER
 
-A leader alone holds no model and loads no torch.
+A leader alone holds no model and needs no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger("hadal.leader")
 
 _SMOOTHING = 0.1
 _WITH_RUNNER = "hadal.runtime.rank.host"
-"""Module imported only by processes with a Runner: it loads torch."""
+"""Module that only processes with a Runner need: it loads torch."""
 
 
 def main() -> int:

@@ -2,10 +2,10 @@
 a host and over TCP between hosts.
 
 A process owns one PULL socket at `<folder>/<name>.sock`; every peer that sends to it has one PUSH
-socket. If its run spans hosts, it owns another PULL socket at a TCP port of its node's address. That
-address is in `<folder>/<name>.at`, and is copied to the other nodes' folders (runtime/nodes). Nothing
-here blocks: a message to a process that is absent or does not read is dropped and counted, and the
-roles' deadlines recover. Does not depend on the messages' meaning.
+socket. If its run spans hosts, it owns another PULL socket at a TCP port of its node's address.
+That address is in `<folder>/<name>.at`, and is copied to the other nodes' folders (runtime/nodes).
+Sending never blocks: a message to a process that is absent or does not read is dropped and counted,
+and the roles' deadlines recover. Does not depend on the messages' meaning.
 
 A restart must not deliver a dead process's messages to its successor, nor accept messages of the dead
 process after those of its successor:

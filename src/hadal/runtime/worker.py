@@ -95,8 +95,8 @@ class Worker(Generic[J, R]):
         self._results.append(result)
 
     def take(self) -> list[R]:
-        """Return the available results. Raises the exception of `do`; the worker's user decides
-        whether it is a bug.
+        """Return the available results. Raises the exception of `do` or `begin`; the worker's user
+        decides whether it is a bug.
         """
         done = []
         while self._results:

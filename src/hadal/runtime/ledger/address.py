@@ -83,7 +83,7 @@ def file_of(url: str) -> Path | None:
 
 
 def outbox_of(url: str) -> Path:
-    """Return the outbox's file for this database: beside its file, else in the state folder."""
+    """Return the database's outbox: beside its file, else in the state or a temporary folder."""
     path = file_of(url)
     if path is not None:
         return path.with_name(f"{path.name}{SUFFIX}")

@@ -49,7 +49,7 @@ class LedgerOutbox:
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.path = path
         self.may_hold = path.exists()
-        """True if the file may have rows, of this writer or of a dead one."""
+        """True if the file may have rows, of any writer, that this one has not tried to read."""
         self._max_pages = max(_PAGES_MIN, max_bytes // _PAGE_BYTES)
         self._connection: sqlite3.Connection | None = None
         self._file: os.stat_result | None = None

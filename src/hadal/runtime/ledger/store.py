@@ -46,7 +46,7 @@ class StoreDown(HadalError):
 
 
 class FactsRefused(HadalError):
-    """Permanent refusal of several facts by a working database; some of them may be valid."""
+    """Permanent refusal of facts by a working database; of several, some may be valid."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LedgerWindow:
     details: Details | None
     """Quantiles and statuses; None if they were not requested."""
     last_completed_us: int | None
-    """End of the last finished request in the whole ledger."""
+    """End of the last finished request in the whole ledger, in unix us; None if it has none."""
     spans: list[WorkSpan] | None = None
     """Time of generations on units; None if it was not requested."""
 
@@ -114,7 +114,7 @@ class Store:
         has_spans: bool = False,
     ) -> LedgerWindow:
         """Read the window from one snapshot, with details for each of `by` (stats/report). Raises
-        LedgerError if there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
+        LedgerError if there is no ledger of ours, StoreDown, FactsRefused for an unknown `by`.
         """
         if self._path is not None and not is_file(self._path):
             raise LedgerError(f"there is no ledger at {self.place}.")

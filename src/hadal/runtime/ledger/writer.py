@@ -1,6 +1,6 @@
 """Writer of the ledger, off the token path: `add` never waits, a thread writes and reports facts.
 
-    add --queue, bounded--> thread --one transaction for all in it--> database          kept
+    add --queue, bounded--> thread --one transaction for up to MAX_BATCH--> database    kept
                                    --database down--> outbox, a commit; written when it is up again  kept
                                    --outbox full or failing as well--> stays in the queue until either works
     add with the queue full: lost, counted, one log line for each series
@@ -112,7 +112,7 @@ class LedgerWriter:
         self._database = _Database(store, retry_s)
         self._outbox = outbox
         self.on_kept = on_kept
-        """Callback for durable facts, called in the thread."""
+        """Callback for facts that are durable or were rejected for good, called in the thread."""
         self._max_waiting = max_waiting
         self._linger_s = linger_s
         self._changed = threading.Condition()

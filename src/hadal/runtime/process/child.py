@@ -21,7 +21,9 @@ from hadal.runtime.process.status import ProcessStatus
 START_TIMEOUT_S = 600.0
 """Longest time without progress in a first start: a big checkpoint is read from a disk."""
 RESTART_TIMEOUT_S = 60.0
-"""Smallest timeout of a restart, which gets at least RESTART_FACTOR times the longest start."""
+"""Smallest timeout of a restart, which gets RESTART_FACTOR times the longest start, but at most
+START_TIMEOUT_S.
+"""
 RESTART_FACTOR = 4.0
 
 
@@ -42,7 +44,7 @@ class StartProgress:
         self.started_s = 0.0
         self.ready_s = 0.0
         self.moved_s = 0.0
-        """Time at which the present start last reported progress."""
+        """Time at which the present start began or last reported progress."""
         self.doing: Doing | None = None
         """Activity that the present start last reported; None before its first report."""
         self._took_s = 0.0
@@ -96,7 +98,7 @@ class Child:
         self.epoch_number = first_epoch_number - 1
         """Epoch number of the last start."""
         self.is_adopted = False
-        """True if another supervisor started the process that runs now."""
+        """True if another supervisor started the process that runs now or ran last."""
         self.last_end = ""
         """Description of its last end, written by its supervisor; empty before the first one."""
         self.more_arguments: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
-"""The fork server: units are forked from this process. It has imported torch and all other modules
-that they need, and has started no thread.
+"""The fork server: units, and gateways that start later, are forked from this process. It has
+imported torch and all other modules that they need, and has started no thread.
 
 An import of torch takes one or two seconds of a core; a fork of a process that has imported it
 takes some milliseconds and shares its pages. The supervisor starts the fork server first, and then
@@ -253,7 +253,7 @@ class Forks:
 
     @property
     def pid(self) -> int:
-        """Process id of the fork server; 0 if there is none."""
+        """Process id of the fork server, also after its end; 0 if none was started."""
         return self._process.pid if self._process else 0
 
     def fork(

@@ -95,9 +95,9 @@ def append_private(path: Path) -> IO[bytes]:
 
 
 def replace_private(path: Path, content: bytes) -> None:
-    """Replace a file atomically: a reader sees the old content or the new. The file keeps its owner, and
-    a new one belongs to the owner of its folder, also if root writes it. Raises OSError, also for a link
-    at this path.
+    """Replace a file atomically: a reader sees the old content or the new. If root writes it, the
+    file keeps its owner, and a new one belongs to the owner of its folder. Raises OSError, also for
+    a link at this path.
     """
     new = f".{path.name}.{secrets.token_hex(8)}"
     with _opened(path.parent) as folder:

@@ -69,7 +69,7 @@ class Run:
     fingerprint: str = ""
     """Digest of everything besides the text that KV depends on (runtime/fingerprint)."""
     model_digest: str = ""
-    """Digest of config.json and weights that the server was started with (runtime/fingerprint)."""
+    """Digest of config.json and weights, of the start or last rollout (runtime/fingerprint)."""
     address: str = "127.0.0.1"
     """Address of this node as processes of other hosts reach it."""
     secret: bytes = field(default=b"", repr=False)

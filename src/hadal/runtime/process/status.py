@@ -66,9 +66,9 @@ class RolloutStatus:
     num_units: int
     """Number of units to replace in all."""
     num_left: int
-    """Number of units that have no ready replacement yet."""
+    """Number of units to replace or, if more, of starting units plus roles with failed starts."""
     num_failed: int = 0
-    """Number of failed starts in a row: while it is above 0, no other unit is replaced."""
+    """Number of failed starts in a row, over all roles: above 0, no other unit is replaced."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Block:
     location: DiskLocation | None = None
     """Disk location that `place` assigned, or None. A crash before `sync` may lose the block."""
     is_new: bool = False
-    """True if the block has to be written, False if it was on disk before."""
+    """True if the block has to be written, False if it was on disk before or got no slot."""
     sequence: int = 0
     is_durable: bool = False
 

@@ -1,7 +1,7 @@
 """Segments that one writer of the disk cache owns: adopted or created, never beyond its share.
 
-Deletes only dead writers' segments of its own model, and only while all segments of that model
-together exceed the deployment's budget, oldest first. Independent of the slots of blocks.
+Deletes unfinished files. Deletes dead writers' segments only of its own model, oldest first, only
+while all segments of that model exceed the deployment's budget. Independent of the slots of blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OwnSegments:
         self._troubles = troubles
         self._orphan_to_seen_s: dict[int, float] = {}
         self._foreign: set[int] = set()
-        """Segments that are damaged, cut off or another model's: each is opened only once."""
+        """Segments that are damaged, cut off, forbidden or another model's: tried only once."""
         self.segments: dict[int, Segment] = {}
         """Number -> segment."""
 
@@ -106,7 +106,7 @@ class OwnSegments:
         return adopted
 
     def create(self) -> Segment | None:
-        """Create an empty segment, as large as the share still allows; None if it allows none."""
+        """Create an empty segment, of usual size or what the share allows; None if it is full."""
         left_bytes = self._share_bytes - self.num_bytes
         slot_bytes = slot_bytes_of(self._block_bytes)
         # A share beyond the disk's size would make each segment too large, despite free space.
@@ -131,7 +131,7 @@ class OwnSegments:
         self.lose(number)
 
     def sweep(self) -> None:
-        """Delete dead writers' unadopted segments while this model's segments exceed the budget."""
+        """Delete dead writers' segments after ORPHAN_S, while this model's exceed the budget."""
         now_s = time.monotonic()
         sizes: dict[int, int] = {}
         for number in self._others(newest_first=False):

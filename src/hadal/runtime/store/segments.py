@@ -133,7 +133,7 @@ class Segment:
 
     @classmethod
     def adopt(cls, folder: Path, number: int) -> Segment:
-        """Lock a dead writer's segment, for writing. Raises SegmentTakenError if it lives."""
+        """Lock a dead writer's segment. SegmentTakenError: its writer lives, or it was removed."""
         return cls._open(segment_path(folder, number), is_owner=True)
 
     @classmethod

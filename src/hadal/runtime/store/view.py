@@ -5,7 +5,7 @@ Each scan reads the change words of every segment of this model, and the tables 
 Uses that a leader reports are counted in the segments, where their writers read them. While the
 folder cannot be read, its blocks count as removed. The leader never waits for any of this.
 
-Independent of the use of blocks; reads no block.
+Decides nothing, and reads no block.
 """
 
 from __future__ import annotations

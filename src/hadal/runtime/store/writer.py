@@ -138,7 +138,7 @@ class DiskWriter:
         """Failure since the present batch began; used by the thread alone."""
         self._has_entered = False
         self._is_late = False
-        """True once the deadline of `stop` has passed: nothing more is written."""
+        """True once `stop` waits no longer: nothing more is written."""
         self._sweep_at_s = time.monotonic()
         self._buffers = [make_buffer(blocks.shape[1], BUFFER_BYTES) for _ in range(2)]
         self._writing: list[Block] = []
@@ -213,7 +213,7 @@ class DiskWriter:
     def _next_batch(
         self, waiting: deque[list[_PendingStore]], running: list[list[_PendingStore]]
     ) -> list[_PendingStore] | None:
-        """Return queued stores, BATCH_BYTES of them or a little more. If none are queued: an empty
+        """Return queued stores, until they have BATCH_BYTES or more. If none are queued: an empty
         batch if the folder is due to be entered or swept, else None.
         """
         batch: list[_PendingStore] = []

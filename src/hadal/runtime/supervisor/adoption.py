@@ -66,7 +66,7 @@ class NodeKeeper:
             self._adopt(now_s, process)
 
     def end_if_missing(self) -> None:
-        """Log the node provider's complaint. If nothing was served yet, missing nodes end the start."""
+        """Log the complaint about nodes. If nothing was served yet, missing nodes end the start."""
         if complaint := self._nodes.complaint():
             log.error("%s.", complaint)
             if not self._children.has_served:
@@ -77,7 +77,7 @@ class NodeKeeper:
         name, epoch_number = process.process.order.name, process.process.order.epoch_number
         child = self._children.by_name.get(name)
         if child is None or not (child.is_wanted or self._end.is_draining):
-            process.kill()  # Too late: a successor runs, or none is needed.
+            process.kill()  # No process of this name is wanted any more.
             return
         child.adopt(now_s, process)
         self._wire.expect(name, epoch_number)

@@ -127,7 +127,7 @@ class Exits:
             self._end.exit(EXIT_CONFIG if code == EXIT_CONFIG else EXIT_GAVE_UP)
 
     def _tell(self, child: Child, reason: str) -> None:
-        """Report the end of a unit to the front, and the end of a rank to its leader."""
+        """Report a unit's end to the front and end its ranks; report a rank's end to its leader."""
         unit, rank = unit_and_rank(child.name)
         if child.name == GATEWAY or child.role in (NODE_PROVIDER, CONSOLE):
             return  # The first message of its successor reports it.

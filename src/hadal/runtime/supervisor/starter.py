@@ -59,12 +59,12 @@ class Starter:
 
     @property
     def is_warming(self) -> bool:
-        """True if units have to be forked, but cannot be yet."""
+        """True while units are not started, because the fork server is not ready yet."""
         return self._forks.is_warming
 
     @property
     def forks_pid(self) -> int:
-        """Process id of the fork server; 0 if there is none."""
+        """Process id of the fork server; 0 if none was started."""
         return self._forks.pid
 
     def start_due(self) -> bool:
@@ -78,7 +78,7 @@ class Starter:
         return any([self._start(now_s, child) for child in due])
 
     def _start(self, now_s: float, child: Child) -> bool:
-        """Start a process on its host. Return False if the host is missing or not ready."""
+        """Start a process on its host. Return False if the host is not ready or the start fails."""
         has_served = self._children.has_served
         more = (HAS_SERVED,) if child.role == GATEWAY and has_served else ()
         nodes = self._children.nodes

@@ -5,7 +5,7 @@ It sleeps until the next signal (such as a child's end), message or timer. It ha
 computes nothing of the model. This file assembles the parts and has the loop that calls them.
 
     SIGTERM, Ctrl-C   drain: the gateway finishes its streams and ends, then the units are ended
-    the same again    end everything now
+    a second signal   end everything now
     SIGKILL           the kernel kills every child of this host (runtime/process); on nodes agents
                       end theirs after cluster.lease_s
 """

@@ -1,1 +1,1 @@
-"""KV blocks and experts' weights on their way between pools: shared memory, NIXL or TCP."""
+"""Transfers of KV between pools (shared memory, NIXL, TCP) and of experts between ranks (TCP)."""

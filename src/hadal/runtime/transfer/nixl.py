@@ -40,7 +40,7 @@ POLL_US = 100_000
 HALF_BYTES = 4 << 20
 """Size of half a buffer, at least one block. Reads fill one half while the other is copied."""
 MAX_RETIRED = 16
-"""Maximum number of buffers set aside because of unfinished reads; then this process pulls over TCP."""
+"""Maximum number of buffers set aside (`retire`, `forget`); then this process pulls over TCP."""
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _SPINS = 50
 _NAP_S, _NAP_MAX_S = 20e-6, 1e-3

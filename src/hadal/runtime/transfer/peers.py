@@ -49,8 +49,8 @@ NIXL_START_S = 6.0
 which takes long on busy cores.
 """
 MAX_CONNECTIONS = 128
-"""Maximum number of connections that a server serves at a time; more wait. Every rank that pulls
-has one.
+"""Maximum number of connections that a server serves at a time; more wait for up to SILENCE_S.
+Every rank that pulls has one.
 """
 MAX_UNPROVEN = 64
 """Maximum number of accepted connections before their handshake is done; one more ends the oldest."""

@@ -265,8 +265,8 @@ class PoolAddress:
 
 
 def pool_name(run_id: str, unit: str, epoch: str) -> str:
-    """Return the name of a unit's shared-memory file, new at every start. Run and unit come first,
-    so that the files of a dead unit are found by their prefix.
+    """Return the name of the shared-memory file of a unit or rank `unit`, new at every start. Run
+    and unit come first, so that the files of a dead unit are found by their prefix.
     """
     return f"{PREFIX}{run_id}.{unit}.{epoch}"
 
