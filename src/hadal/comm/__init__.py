@@ -1,1 +1,1 @@
-"""Messages of expert parallelism: dispatch of tokens to their experts' ranks, and combine."""
+"""Expert parallelism between ranks: dispatch, combine, and the groups that carry their messages."""

@@ -100,7 +100,8 @@ class ExpertComm:
         """Use a placement and the group's current members; call it after each `group.form`. Earlier
         handles become void.
 
-        Raises ValueError if an expert has no living replica.
+        Raises ValueError if an expert has no living replica, or if a rank holds one twice or is no
+        member.
         """
         self.rank = self._group.rank if self._group is not None else 0
         members = self._group.members if self._group is not None else (0,)

@@ -24,7 +24,7 @@ class PeerLost(HadalError):
     def __init__(self, ranks: Sequence[int], reason: str) -> None:
         super().__init__(f"rank {', '.join(map(str, ranks)) or '?'}: {reason}")
         self.ranks = tuple(ranks)
-        """Lost ranks; empty if the formation was aborted from outside."""
+        """Lost ranks; empty if none is known to be lost, as after an abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class Group(Protocol):
         allowed).
 
         `recvs` None: sizes are received from the peers first (normal mode). Otherwise fixed
-        buffers, one per other member, that limit the received bytes (low-latency mode: nothing is
-        allocated). The tensors in `sends` must not change before `wait` has returned.
+        buffers, one per other member, that limit the received bytes (low-latency mode: none is
+        allocated here). The tensors in `sends` must not change before `wait` has returned.
         """
         ...
 

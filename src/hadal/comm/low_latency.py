@@ -1,5 +1,5 @@
 """Low-latency mode: one message per (token, expert) pair into fixed buffers. Counts are not
-exchanged first, and a step allocates nothing.
+exchanged first, and a step allocates no memory for rows.
 
 Defines how messages are filled and read (layout: comm/layout), not how they are sent. Made for
 decode, with few tokens, where latency matters. Two sets of buffers serve the two live

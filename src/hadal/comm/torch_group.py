@@ -50,7 +50,9 @@ log = logging.getLogger(__name__)
 
 
 class TorchExchange:
-    """One running exchange; its thread sets `is_done` when it has ended or failed."""
+    """One running exchange. `is_done` is set when it has ended or failed; with NCCL, when its bytes
+    are queued, and `ready` shows the end.
+    """
 
     def __init__(
         self, group: TorchGroup, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None

@@ -1,7 +1,7 @@
 """Settings of a deployment as one frozen value: its model, units, limits and timeouts.
 
-Read from TOML and checked when made. Every field has a default. If the default is 0 or empty, the
-field's docstring says what that means.
+Read from TOML and checked when made. Every field has a default. A field of decode without a
+docstring means for decode what the field of prefill before it means for prefill.
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ class UnitsConfig(ConfigTable, frozen=True):
     tenant_promise: Annotated[float, Meta(ge=1, le=1000)] = TENANT_PROMISE
     """Decode: largest slowdown of steps for the tenant with the fewest requests, compared with
     serving it alone. To stay within it, requests of other tenants take turns; each tenant still
-    gets an equal share (policy/rows). 1000: requests never take turns.
+    gets an equal share (policy/rows). 1000: only requests of batches take turns.
     """
     threads: Units = 0
-    """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
+    """CPU threads of a rank. 0: a host's cores divided by the ranks that one unit has on it."""
     kv_blocks: Annotated[int, Meta(ge=0, le=1 << 48)] = 0
     """KV blocks of a rank, 64 tokens each. 0: from `kv_memory_mb`."""
     kv_memory_mb: Annotated[str, _one_of(AUTO)] | Annotated[int, Meta(ge=0, le=1 << 32)] = AUTO
@@ -305,7 +305,7 @@ class ConsoleConfig(ConfigTable, frozen=True):
     """Web pages for people, in a process of their own: a chat, and the deployment at work."""
 
     mode: Switch = AUTO
-    """"auto": the pages are served; "off": they are not."""
+    """"auto": the pages are served if the extra "apps" is installed; "off": they are not."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8001
     """Port of the pages. 0, or if the port is in use: a free one."""
 
@@ -347,7 +347,7 @@ class ClusterConfig(ConfigTable, frozen=True):
     """Hosts of the units' processes: this host, or the nodes of a Ray cluster."""
 
     on: Annotated[str, _one_of(LOCAL, RAY)] = LOCAL
-    """"local": everything on this host; "ray": gateways on it, units on nodes that Ray chooses."""
+    """"local": all on this host; "ray": units, and `gateway.nodes` gateways, on nodes of Ray."""
     address: Text = "auto"
     """Address of the Ray cluster, such as "10.0.0.1:6379"; "auto": the cluster of this host."""
     name: Text = ""
@@ -505,7 +505,7 @@ def units_of(deployment: Deployment, role: str) -> UnitsConfig:
 
 
 def num_drafts_max(deployment: Deployment, config: ModelConfig) -> int:
-    """Return the most drafts (speculative tokens) per request and step; 0 without an MTP module."""
+    """Return the most drafts (speculative tokens) per request and pass; 0 without an MTP module."""
     if config.num_nextn_predict_layers == 0:
         return 0
     drafts = deployment.decode.drafts
@@ -513,7 +513,7 @@ def num_drafts_max(deployment: Deployment, config: ModelConfig) -> int:
 
 
 def num_cache_layers(deployment: Deployment, config: ModelConfig) -> int:
-    """Return the number of layers in a KV block: the model's, and the MTP module's if it drafts."""
+    """Return the layers in a KV block: the model's, and the MTP module's if it may draft."""
     return config.num_hidden_layers + (num_drafts_max(deployment, config) > 0)
 
 

@@ -69,7 +69,7 @@ def read_bytes(
 def read_text(
     path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
 ) -> str:
-    """Return a file's text, gunzipped if it is gzipped; see `read_bytes`."""
+    """Return a file's text; see `read_bytes`. A gzipped file unpacks to MAX_TABLE_BYTES at most."""
     data = gunzipped(read_bytes(path, what, limit, error=error, hint=hint), str(path), error=error)
     try:
         return data.decode("utf-8")
@@ -189,7 +189,7 @@ def converted(
     value: Any, kind: type[T], where: str = "", name: str = "", *, error: Kind = ConfigError
 ) -> T:
     """Return a plain value converted to `kind`, fully checked by msgspec. The error raised names
-    the place, the field (`name`, or one within), its value and the values allowed.
+    the place and the field (`name`, or one within); if that is known, its value and those allowed.
     """
     try:
         return msgspec.convert(value, kind)

@@ -5,11 +5,13 @@ each class to an HTTP status.
 EXIT_CONFIG = 2
 """Exit code if the model or the configuration cannot work, so that a restart would not help."""
 _MAX_CHARS = 1000
-"""Maximum number of characters of a ConfigError's message, which may quote a file."""
+"""Characters at which a ConfigError's message is cut, because it may quote a file. Characters that
+cannot be printed are written as escapes afterwards, which take more.
+"""
 
 
 class HadalError(Exception):
-    """Base class of every error that Hadal raises on purpose."""
+    """Base class of Hadal's own errors."""
 
 
 class ConfigError(HadalError, ValueError):

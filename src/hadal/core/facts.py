@@ -1,5 +1,4 @@
-"""Records of the ledger: how a generation ended, and which nodes a unit occupied. Frozen values,
-each recorded once.
+"""Records of the ledger, frozen values: how a generation ended, and which nodes a unit occupied.
 
 Times are wall-clock unix seconds, supplied by callers with a clock; `micros` converts them to whole
 microseconds, in which all sums are made. Token counts and money are integers, so a sum is exact in
@@ -19,7 +18,7 @@ of an error in digits.
 BATCH_MODEL = "/batch"
 """Suffix of a model's name in facts of batches, which have prices of their own."""
 REFUSALS = ("429", "503")
-"""Statuses of requests that were rejected before a unit had them."""
+"""Statuses of a rejection, if no unit had the request (`RequestFact.is_refused`)."""
 
 
 def micros(time_s: float) -> int:
@@ -35,7 +34,8 @@ def sum_kv_tokens(num_prompt: int, num_output: int) -> int:
 
 
 class RequestFact(msgspec.Struct, frozen=True, array_like=True):
-    """End of one generation. Raises ValueError when made with impossible counts or times.
+    """End of one generation, or refusal of a request with an unread body. Raises ValueError when
+    made with impossible counts or times, or without an id.
 
     A prompt is billed once it is answered: `tokens_hit + tokens_miss` is its length if a first
     token was made, else 0. If a prompt has several choices, only one choice's fact counts it.

@@ -6,11 +6,11 @@ revealing it.
     proof ->
 
 A proof is an HMAC, under a key derived from the secret for one purpose, over the prover's side,
-both nonces, the port that was connected to and the side's claims about itself. So a proof is
-worthless on another connection (replay), from the other side (reflection), for another purpose, or
-with another claim. The port protects an honest connector from a relay. A stranger on a dead
-process's port could forward nonces and proofs to an acceptor elsewhere, but each side proves the
-port that it sees, and these differ.
+both nonces, the port that was connected to, whether records carry tags and the side's claims about
+itself. So a proof is worthless on another connection (replay), from the other side (reflection),
+for another purpose, or with another claim. The port protects an honest connector from a relay. A
+stranger on a dead process's port could forward nonces and proofs to an acceptor elsewhere, but each
+side proves the port that it sees, and these differ.
 
 On a loopback address that is enough: only the kernel is between two ends that proved themselves. If
 packets leave the host, every record also carries a tag of the session (`Seal`), so that a record
@@ -37,7 +37,7 @@ TAG_BYTES = 16
 
 
 def is_near(address: str) -> bool:
-    """Return True if packets to this address stay on this host, with only the kernel between the two ends."""
+    """Return True for a loopback address: packets to it stay within this host's kernel."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

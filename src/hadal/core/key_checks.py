@@ -16,8 +16,8 @@ def check_object(
 ) -> None:
     """Check each key of an object inside config.json against its table.
 
-    Raises CheckpointError if `found` is not an object, or if a key is missing, unknown and not
-    accepted, or FIXED with an unsupported value.
+    Raises CheckpointError if `found` is not an object, if a key is unknown and not accepted, or for
+    a FIXED key as `check_fixed` does.
     """
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{source}: {path} is {shown(found)}; an object is needed.")
@@ -36,7 +36,7 @@ def check_object(
 def check_fixed(
     fields: Mapping[str, Any], key: str, row: ConfigKey, source: str, name: str
 ) -> None:
-    """Raise CheckpointError if a FIXED key is missing or has an unsupported value."""
+    """Raise CheckpointError if a FIXED key has an unsupported value, or is missing but required."""
     value = fields.get(key, row.default)
     if value is model_keys.REQUIRED:
         raise CheckpointError(f"{source}: {name} is missing; {row.allowed[0]!r} is needed.")

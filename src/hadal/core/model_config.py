@@ -153,7 +153,8 @@ def read_model_config(folder: Path, accepted: Collection[str] = ()) -> ModelConf
 
 def unknown_keys(folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
     """Return the top-level keys of config.json and generation_config.json that Hadal does not know
-    and therefore ignores. Raises CheckpointError as `read_model_config` does.
+    and therefore ignores, but not the accepted ones. Raises CheckpointError for a file that
+    cannot be read, or a model that is not served.
     """
     fields = as_v32(_read_fields(folder))
     member_of(fields, str(folder / _CONFIG))
@@ -233,7 +234,7 @@ def parse_model_config(
     keys = _TopKeys(fields, model_keys.CONFIG[fields["model_type"]], source)
     quantization = parse_quantization(keys.value("quantization_config"), source, accepted)
     keys.check_fixed()
-    # Rotation is parsed last: values in its own object take precedence over top-level ones.
+    # Rotation is parsed last: it needs the context, and may need no rope_theta at the top.
     later = {"model_type", "rope_theta", "rope_scaling"}
     values = {
         name: keys.value(name)
@@ -275,7 +276,9 @@ class _TopKeys:
     source: str
 
     def value(self, key: str) -> Any:
-        """Return a USED key's value, that of its alias, or the family's default."""
+        """Return a USED key's value, that of its alias, or the family's default. Raises
+        CheckpointError if key and alias differ, or if a required key is missing.
+        """
         row = self.table[key]
         stated = [
             name

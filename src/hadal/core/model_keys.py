@@ -1,4 +1,4 @@
-"""Table of every key of config.json and generation_config.json that Hadal knows, by family.
+"""Tables of every key of config.json (by family) and generation_config.json that Hadal knows.
 
 `Use` lists the effects that a key can have. A key that is not in the table is unknown:
 the reader refuses it inside an object that shapes the computation, and lists it if it is a
@@ -110,7 +110,7 @@ _ABSENT: Table = {
         Use.ALIAS, "attribute_map of all classes", of="n_routed_experts"
     ),
 }
-"""Optional keys of every family."""
+"""Keys of every family, all optional except `model_type`."""
 
 _V3_CODE = "the architecture: DeepSeek's modeling_deepseek.py raises for others or never reads it"
 _NO_BIAS = "tensors of biases are not read"

@@ -158,7 +158,7 @@ class Placement:
         return np.ascontiguousarray(self.slot_to_expert_LRS, np.int16).tobytes()
 
     def weights_bytes(self) -> bytes:
-        """Return the weights' bytes; empty if replicas take equal parts."""
+        """Return the weights' bytes; empty if `weights_LRS` is None."""
         return (
             b""
             if self.weights_LRS is None
@@ -223,7 +223,7 @@ def parts_of(
 
 
 def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
-    """Place experts in order over the ranks, then evenly chosen redundant replicas, so that no rank
+    """Deal the experts to the ranks in turn, then evenly chosen redundant replicas, so that no rank
     holds an expert twice.
 
     Raises ValueError if experts and replicas do not divide evenly by the ranks, or if a rank would

@@ -21,7 +21,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that end a text; they can be drawn only where the grammar accepts."""
     begins_after: int = -1
     """Token that ends the reasoning before the text; -1: no reasoning. During reasoning any token
-    may be drawn except `end_ids` and `barred`.
+    may be drawn; if the whole output is constrained, none of `end_ids` and `barred`.
     """
     prefix: tuple[int, ...] = ()
     """Tokens of the text that the prompt already contains."""
@@ -86,7 +86,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of positions 0 .. start+len(tokens)-1, in order."""
     sampling: Sampling | None
     output_index: int
-    """Index in the output of the token drawn after the last chunk (0 unless it is a retry)."""
+    """Index in the output of the token drawn after the last chunk; 0 without output so far."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
     """Output so far. `prompt` and `output` are set on the last chunk only, if penalties or the
@@ -141,8 +141,8 @@ class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     flips: tuple[LayerFlip, ...] = ()
     """Placements to switch before the step."""
     fetches: tuple[int, ...] = ()
-    """Blocks that were filled in the pool from the disk cache. If the rank computes in a cache
-    separate from the pool, it must copy them from the pool before the step.
+    """Blocks that were filled in the pool from the disk cache or a decode unit. If the rank
+    computes in a cache separate from the pool, it must copy them from the pool before the step.
     """
 
 
@@ -179,9 +179,9 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     or join, and blocks added. Slots are the rank's own.
 
     Leaves are applied first, then joins, then grown blocks. Then every occupied slot that does not
-    rest makes one token per pass, and one more for each accepted draft. Every rank of the unit gets
-    a plan with the same `step_id`, `schedule`, `num_passes` and `num_drafts`, with or without
-    slots.
+    rest and drew no stop id makes one token per pass, and one more for each accepted draft. Every
+    rank of the unit gets a plan with the same `step_id`, `schedule`, `num_passes` and `num_drafts`,
+    with or without slots.
     """
 
     step_id: int
@@ -256,7 +256,7 @@ class HeldKv(msgspec.Struct, frozen=True, array_like=True):
     """KV of one attempt in a rank's pool, from position 0 on, independent of the unit's leader."""
 
     attempt_id: int
-    """Id of the attempt at the front (core/messages.Tokens)."""
+    """Id of the attempt at the front (core/messages/units.Tokens)."""
     block_ids: tuple[int, ...]
     num_tokens: int
     """Positions that may be valid. Only positions of delivered tokens are known to be valid."""
@@ -349,8 +349,8 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     """Time of one kind of op in a step, summed over layers and micro-batches."""
 
     op: str
-    """Op of overlap/plan; "dispatch" and "combine" are link time; "wait" is the part of link time
-    for which compute stood still.
+    """Op of overlap/plan, FLIP, DRAFT or MASK. "dispatch" and "combine" are link time; "wait" is
+    the part of link time for which compute stood still.
     """
     count: int
     seconds: float

@@ -71,7 +71,7 @@ def parse_quantization(
     found: Any, source: str, accepted: Collection[str] = ()
 ) -> Quantization | None:
     """Return the storage format of FP8 matrices from a file's quantization_config; None if all
-    weights are unquantised. Raises CheckpointError that names the key, and what to use instead.
+    weights are unquantised. Raises CheckpointError that names the key.
     """
     if found is None:
         return None

@@ -51,7 +51,7 @@ class RopeScaling:
 
     @property
     def softmax_factor(self) -> float:
-        """Factor on the softmax's scale: the temperature squared, as mscale_all_dim states it."""
+        """Factor on the softmax's scale, from mscale_all_dim alone; 1 without it."""
         return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _mscale(self, weight: float) -> float:
@@ -68,7 +68,7 @@ def parse_rope(
 ) -> tuple[float, RopeScaling | None]:
     """Return theta and YaRN's parameters; None: plain rotation.
 
-    `objects`: the file's "rope_scaling" and "rope_parameters"; the first takes precedence.
+    `objects`: the file's "rope_scaling" and "rope_parameters"; the first not empty is used.
     `own_theta` returns the top-level rope_theta or its default; an object's value takes precedence.
     `own_length`: top-level original_max_position_embeddings, which takes precedence over an
     object's. `context`: max_position_embeddings. Raises CheckpointError that names the key.
@@ -121,7 +121,9 @@ class _RopeObject:
         return key in self.found and model_keys.ROPE[key].use is not Use.INERT
 
     def value(self, key: str) -> Any:
-        """Return the key's value, that of its alias, or its default."""
+        """Return the key's value, that of its alias, or its default. Raises CheckpointError if the
+        key is required and missing.
+        """
         aliases = [
             other
             for other, row in model_keys.ROPE.items()

@@ -147,8 +147,8 @@ class Tick(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class DiskNews(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Change in the blocks available on disk, made by any process; sent to a leader. The first one
-    lists all blocks.
+    """Change in the blocks available on disk, made by any process; sent to a leader. The first ones
+    together list all blocks.
     """
 
     added: bytes

@@ -12,7 +12,7 @@ from hadal.core.arrays import Ints
 
 class StopIds:
     """Stop ids by slot. A leader and its ranks evaluate the same ids: a rank stops computing a
-    request that drew one, and its leader predicts that.
+    request that drew one, and its leader expects no more of its tokens.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -9,7 +9,7 @@ block.
 A named block is complete and is never written again; any number of owners may read it. When its
 last owner frees it, it is cached: it can be found by its name until it is evicted (policy/eviction
 chooses). A lookup reaches a block only through the blocks before it in its text, so cached blocks
-are evicted only if no named block follows them.
+that a named block follows are evicted only if there are no others.
 
 Block 0 is scratch: padded rows of a batch write there, so it is never allocated.
 

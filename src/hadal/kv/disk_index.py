@@ -1,4 +1,5 @@
-"""Blocks that a leader can find on disk: block name -> location, as reported by runtime/store/view.
+"""Blocks that a leader can find on disk: block name -> location, as reported by runtime/store/view
+and by the leader's own writes.
 
 A name and its location take about 180 bytes (docs/decisions/001), so millions of blocks fit into a
 leader's memory. Does not depend on files. A location may contain another block by now, so readers

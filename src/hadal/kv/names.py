@@ -6,9 +6,9 @@ first token on.
     name[i] = H(name[i-1], its 64 tokens; key = salt)
 
 The fingerprint is a digest of everything that KV depends on besides the text: model, layout, dtype,
-precision. The salt is the key of every hash, so that only holders of a tenant's salt can name, or
-look for, its blocks. H is BLAKE2b with NAME_BYTES of output. Only full blocks have names. Does not
-depend on the locations of blocks.
+precision. The salt is the key of every name's hash, so that only holders of a tenant's salt can
+name, or look for, its blocks. H is BLAKE2b with NAME_BYTES of output. Only full blocks have names.
+Does not depend on the locations of blocks.
 """
 
 from __future__ import annotations

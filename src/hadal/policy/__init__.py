@@ -1,1 +1,1 @@
-"""Decisions as pure functions: a frozen snapshot in, a value out; the caller applies it."""
+"""Decisions, most as pure functions: a frozen snapshot in, a value out; the caller applies it."""

@@ -43,7 +43,7 @@ class Refusal:
 
     @property
     def is_for_room(self) -> bool:
-        """True if more units would have admitted the request."""
+        """True if more units would have admitted the request, and always while draining."""
         return self.code == OVERLOADED
 
 

@@ -31,8 +31,8 @@ def decode_capacity(points: Sequence[DecodePoint], tpot_s: float) -> float:
     """Return the tokens per second of a unit at one token per request every `tpot_s`, linear
     between the given points.
 
-    The result never exceeds the last point's throughput, since nothing is known beyond it. Raises
-    ValueError if there is no point, or if no batch is that fast.
+    The result never exceeds the points' highest throughput, since nothing is known beyond it.
+    Raises ValueError if there is no point, or if no batch is that fast.
     """
     if not points:
         raise ValueError("decode_capacity needs at least one measured or priced point.")
@@ -61,7 +61,7 @@ def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: fl
         num_servers: prompts, or packed steps, that the fleet's units work on at once.
         variation: standard deviation over mean of the service time.
 
-    Raises ValueError if even an idle unit is too slow.
+    Raises ValueError if even an idle unit is too slow, or if `num_servers` is below 1.
     """
     if service_s >= ttft_s:
         raise ValueError(

@@ -5,9 +5,10 @@ throughput.
     chosen                        = the k with the most tokens per second; steps with k drafts are timed for each k
 
 Times and acceptance rates are measured. Seconds are learned for steps with about the same number of
-requests, for each k separately: the cost of a second row of a request differs too much between models and
-machines to be guessed. So every k is tried now and then, for a few steps: often at first, rarely once that
-changes nothing. Independent of single requests.
+requests, for each k separately: the cost of a second row of a request differs too much between
+models and machines to be guessed. So other k are tried now and then, for a few steps: often at
+first, rarely once that changes nothing. A step here is one pass of the model. Independent of single
+requests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Choose the cache blocks to evict.
 
-Keys are names of blocks. Time is counted in calls of `tick`, one per request. Independent of where
-blocks lie, how large they are and which requests hold them: the owner reports added, used and
-evictable blocks. Of keys that were used together, the deepest in its text goes first, because a
-block is useless without those before it.
+Keys are names of blocks. Time is counted in calls of `tick`, one for each group of blocks that the
+owner adds or uses at once. Independent of where blocks lie, how large they are and which requests
+hold them: the owner reports added, used and evictable blocks. Of keys that were used together, the
+deepest in its text goes first, because a block is useless without those before it.
 
 Owners use Arc; docs/decisions/002 compares its hits on real traces with those of Lru and others.
 """

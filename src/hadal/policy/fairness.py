@@ -4,9 +4,9 @@ requests.
 Each tenant has a virtual token counter (Sheng et al., "Fairness in Serving Large Language Models",
 OSDI 2024): the cost it was served, over its weight. A prompt token costs INPUT_COST, an output
 token OUTPUT_COST. The tenant with the smallest counter is next. A tenant that returns with an empty
-queue is lifted to the smallest counter of the queued tenants, less `burst`, so that idle time saves
-up no more than a burst. If no tenant is queued, it is lifted to the counter of the tenant that was
-queued last. Without a burst, a tenant below its share would wait behind a flood whenever two of its
+queue is lifted to the smallest counter of the queued tenants (if none is queued, to that of the
+tenant that was queued last), less `burst`, so that idle time saves up no more than a burst. Without
+a burst, a tenant below its share would wait behind a flood whenever two of its
 requests arrive close together. Bursts do not chain: any number of returning tenants all begin one
 burst below the same level.
 

@@ -5,8 +5,8 @@ unit could be started.
     soon      = its maximum over the next start-up and period: grow to that, at once
     kept      = its maximum over the last `hold_s` and the next, plus a margin: shrink to that, when it is less
 
-Between the two, the fleet stays as it is, so it never releases a unit that it would need again
-within `hold_s`. Roles grow in bundles if there are any (DeepSeek's day: steps of 30 nodes = 1
+Between the two, the fleet stays as it is, so it releases no unit that by the forecast it would need
+again within `hold_s`. Roles grow in bundles if there are any (DeepSeek's day: steps of 30 nodes = 1
 decode and 3 prefill units), else separately. A pure function, independent of unit names, clock and
 machines.
 """
@@ -149,7 +149,7 @@ class ScalingView:
     prefill: RoleView
     decode: RoleView
     levels: Units
-    """Units of the last decision before floor and nodes bounded them."""
+    """Units of the last decision before floor, limit and nodes bounded them."""
 
 
 class ScalingStep(StrEnum):

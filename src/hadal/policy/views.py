@@ -169,7 +169,7 @@ class PromptView:
     num_blocks_needed: int
     """0 once the prompt has started: the blocks of a whole prompt are reserved at its first chunk."""
     num_context: int = 0
-    """Positions before the tokens still to be planned, computed or cached. Those attend to them."""
+    """Positions before the tokens still to be planned, computed or cached: what these attend to."""
     num_loading: int = 0
     """Context blocks still to be read from disk; until then nothing of the prompt is computed."""
     load_s: float = 0.0

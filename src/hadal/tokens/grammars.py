@@ -53,9 +53,9 @@ _OPTIONS = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 """Options of JSON grammars: no part of a schema is ignored or approximated. White space is at most
-two line breaks and 20 blanks, because a model that was not trained on JSON draws blanks until it
-has no tokens left. \\u escapes are not allowed: an escaped property name would count as another
-property, and its value would not be checked.
+20 blanks, or one blank, two line breaks and 20 blanks, because a model that was not trained on JSON
+draws blanks until it has no tokens left. \\u escapes are not allowed: an escaped property name
+would count as another property, and its value would not be checked.
 """
 ANY_JSON_OBJECT: dict[str, Any] = {"type": "object"}
 _END_OF_BYTES = 256
@@ -427,8 +427,8 @@ class Grammars:
     """Grammars over the tokens of one model. Not thread-safe."""
 
     def __init__(self, read: Callable[[], TokenTable], vocab_size: int) -> None:
-        """`read` returns the tokens; it is called when the first grammar is used. `vocab_size`: the
-        model's number of tokens.
+        """`read` returns the tokens; it is called when a grammar with new end tokens is used.
+        `vocab_size`: the model's number of tokens.
         """
         self._read = read
         self._vocab_size = vocab_size

@@ -68,9 +68,9 @@ def token_table(fields: dict[str, Any], source: str) -> TokenTable:
 
 
 def read_fields(folder: Path, *, with_merges: bool = True) -> tuple[dict[str, Any], str]:
-    """Return (fields, path) of `folder/tokenizer.json`, or of `tiktoken.model` converted to it. The
-    added tokens are merged from all files of the folder. Fields without merges have all tokens but
-    cannot encode. Raises CheckpointError.
+    """Return (fields, path) of `folder/tokenizer.json`, or of `tiktoken.model` converted to it. A
+    tokenizer.json gets the added tokens of all files of the folder. A conversion without merges has
+    all tokens but cannot encode. Raises CheckpointError.
     """
     path, other = folder / "tokenizer.json", folder / tiktoken.FILE
     if other.exists() and not path.exists():

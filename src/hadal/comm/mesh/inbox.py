@@ -1,8 +1,8 @@
 """Destinations of the payloads of a formation's exchanges: buffers of an exchange that is posted,
 or our own memory until it is.
 
-Does not depend on sockets. All methods except MeshExchange.wait are called under the group's lock,
-so none of them waits.
+Does not depend on sockets. All methods that change state are called under the group's lock, so they
+do not wait; MeshExchange.wait does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TooLargeError(Exception):
 
 
 class MeshExchange:
-    """One running exchange. Its fields are protected by the group's lock."""
+    """One running exchange. Its fields change only under the group's lock."""
 
     def __init__(
         self,

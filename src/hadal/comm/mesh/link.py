@@ -35,7 +35,9 @@ class Owner(Protocol):
     """Callbacks of a link. The thread that moved the bytes calls them."""
 
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
-        """Return the memory for the payload; None: read and drop it. Raises PauseLink."""
+        """Return the memory for the payload; None: read and drop it. Raises PauseLink, or
+        FrameError, which breaks the link.
+        """
         ...
 
     def ended(self, link: Link, frame: Frame, payload: memoryview | None) -> None:
@@ -375,7 +377,7 @@ class FrameWriter:
         return tokens, reason
 
     def retire(self) -> None:
-        """Send the rest of a started frame from a copy, and drop data not started."""
+        """Replace the rest of a started frame by a copy, and drop data not started."""
         with self.lock:
             kept: deque[_Outgoing] = deque()
             for item in self._queue:

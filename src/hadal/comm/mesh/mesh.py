@@ -78,8 +78,8 @@ class MeshGroup:
     """One rank's end of the mesh. Listens from its creation; peers connect to `port`.
 
     `form`, `exchange` and `wait` are called by one thread; `abort`, `lost` and `close` by any.
-    `on_lost(rank)` is called once per rank and formation, by the mesh's thread or the waiting one:
-    it must be short and must not call back.
+    `on_lost(rank)` is called once per rank and formation, by the thread that finds the loss: it
+    must be short and must not call back.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MeshGroup:
         self.refusals = Refusals("mesh", f"rank {rank}")
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        """Held for table look-ups only, never while bytes are moved."""
+        """Held for table look-ups and copies of early payloads, never while a socket is used."""
         self._links: dict[int, Link] = {}
         self._pending: list[Link] = []
         self.formation = MeshFormation(-1, rank, {})
@@ -233,7 +233,7 @@ class MeshGroup:
 
     # ---- reported by links: comm/mesh/link.Owner ----
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
-        """Return the memory of a payload's exchange; None if it is of an older formation."""
+        """Return the memory for a payload; None if its formation is over or has failed."""
         if not link.is_proven and frame.kind not in (CHALLENGE, HELLO):
             raise FrameError("it sent a frame before the end of its handshake")
         if frame.kind != DATA:

@@ -1,7 +1,8 @@
 """Sockets of the TCP mesh: a listener, its links, and the choice of the thread that polls them.
 
 A thread that waits (`with turn`) polls itself, so that arriving data cost one wake-up; otherwise
-the poller's own thread polls. Does not depend on frames or members.
+the poller's own thread polls. Does not depend on members, nor on frames except
+the CHALLENGE that begins a connection.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 many.
 
 Counts are summed over all listeners of a process, which reports them to the gateway
-(core/messages, Refused), which shows them to operators.
+(core/messages/units, Refused), which shows them to operators.
 """
 
 from __future__ import annotations

@@ -17,4 +17,4 @@ FRONT = "front"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of everything on the wire; the tag is the class's name."""
+    """Base of every message on the wire; the tag is the class's name."""

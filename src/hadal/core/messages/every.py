@@ -1,8 +1,8 @@
 """Messages between processes, as frozen values.
 
-Sent on the Wire between gateways, front, leaders, ranks, supervisor and fleet. A step's plans and
-results, which messages between leaders and ranks contain, are in core/plans. Token ids are tuples:
-short, hashable and cheap to encode.
+Sent on the Wire between gateways, front, leaders, ranks, supervisor, fleet, node provider and node
+agents. A step's plans and results, which messages between leaders and ranks contain, are in
+core/plans. Token ids are tuples: short, hashable and cheap to encode.
 """
 
 from __future__ import annotations

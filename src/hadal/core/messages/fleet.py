@@ -58,7 +58,9 @@ class UnitFacts(msgspec.Struct, frozen=True, array_like=True):
     unit: str
     role: str
     num_requests: int
-    """Requests that would lose work with the unit, including prompts with KV there."""
+    """Requests on the unit. While it drains, also those with KV there, and those in prefill that no
+    other decode unit could take.
+    """
     drain_number: int
     """Number of the current drain; 0: the unit is not draining."""
     tokens_per_s_max: float = 0.0
@@ -71,7 +73,7 @@ class Demand(Message, frozen=True):
     epoch: str
     """Epoch of the front: a new epoch counts from 0."""
     tokens_in: int
-    """Prompt tokens of all arrivals, including requests rejected for lack of capacity."""
+    """Prompt tokens of requests that were admitted, or rejected for lack of capacity."""
     tokens_out: int
     tokens_waiting: int
     """Prompt tokens not prefilled yet, whether queued or sent to a unit: the backlog of prefill."""

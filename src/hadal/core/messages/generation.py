@@ -11,8 +11,8 @@ from hadal.core.plans import Sampling, Score
 
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):
-    """One generation as units receive it. After a retry `output` is not empty: it has the tokens
-    already streamed.
+    """One generation as units receive it. `output` has the tokens that earlier attempts made; they
+    are streamed already.
     """
 
     request_id: str
@@ -25,7 +25,7 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """Stop ids are forbidden before this many output tokens."""
     sampling: Sampling
     attempt: int
-    """Number of the attempt, raised by each retry. A reply about an older attempt is stale and is dropped."""
+    """Number of the attempt, raised by each requeue. Replies about older attempts are dropped."""
     priority: int = 0
     """Larger numbers run sooner, as if they had arrived some seconds earlier; so none starves."""
     arrived_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Messages between the supervisor and the agents, one on each node of a cluster."""
+"""Messages of the supervisor with the node provider, and with the agents, one on each node."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Totals(msgspec.Struct):
     tokens_in: int = 0
     """Prompt tokens of admitted requests."""
     tokens_refused: int = 0
-    """Prompt tokens of requests rejected for lack of capacity (429)."""
+    """Prompt tokens of requests rejected for lack of capacity (429); unread ones are estimated."""
     tokens_out: int = 0
     """Tokens that units have drawn for requests. Tokens delivered in replies are counted separately
     (gateway/desk/metrics).

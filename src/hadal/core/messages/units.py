@@ -11,8 +11,8 @@ from hadal.core.plans import NO_LINK_BYTES, Draw, LinkBytes, Score
 
 # ---- front -> every leader ----
 class FrontUp(Message, frozen=True):
-    """A new front started: the leader's requests belong to streams that are gone. Free them all and
-    answer with UnitUp.
+    """A new front started: the leader's requests belong to streams that are gone. Free them all,
+    but not KV that Resume may still name, and answer with UnitUp.
     """
 
     epoch: str
@@ -152,8 +152,8 @@ class Tokens(Message, frozen=True):
 
 
 class Returned(Message, frozen=True):
-    """An attempt that a leader, of prefill or decode, returns: the front retries it on another unit
-    (RETRYING -> QUEUED).
+    """An attempt that a leader, of prefill or decode, returns: the front requeues it (RETRYING ->
+    QUEUED), or ends it for a reason that is final (roles/reasons).
     """
 
     unit: str

@@ -81,7 +81,7 @@ class ExpertPlan:
     moved_replicas: int
     """Replicas that their rank did not hold before; 0 if there was no placement before."""
     moved_across_nodes: int = 0
-    """Replicas on a node without their expert before: weights that cross between nodes."""
+    """Experts new to a node, summed over nodes and layers: weights that cross between nodes."""
 
 
 def balance(
@@ -99,11 +99,12 @@ def balance(
 
     `num_groups`: the gate's groups of neighbouring experts (modes with nodes). `target`:
     balancedness that `hybrid` and an incremental plan require of every layer. `max_moves` with
-    `current`: the best placement at most that many replicas away, plus replicas of experts that no
-    living rank holds. `max_moves` 0 with `weighted` only changes the split. With `max_moves`, mode
-    hierarchical leaves each group on the node with most of it today; so does hybrid if the target
-    allows it. A window's plan is chosen by the mean of its steps' maxima. Raises ValueError for
-    sizes that fit nowhere, unknown modes, and loads that are negative or not numbers.
+    `current`: the best placement found at most that many replicas away, plus replicas of experts
+    that no living rank holds. `max_moves` 0 with `weighted` only changes the split. With
+    `max_moves`, mode hierarchical leaves each group on the node with most of it today; so does
+    hybrid if the target allows it. A window's plan is chosen by the mean of its steps' maxima.
+    Raises ValueError for sizes that fit nowhere, unknown modes, and loads that are negative or not
+    numbers.
     """
     window = _checked(loads, mode, num_groups)
     num_layers, num_experts = window.shape[1:]

@@ -85,7 +85,9 @@ def _trade(
     ceiling_L: Singles | None,
     toll: np.float32,
 ) -> None:
-    """Make one trade per pair of ranks, in place, if the heavier rank becomes lighter."""
+    """Make at most one trade per pair of ranks, in place: if the heavier rank becomes lighter and
+    no rank then holds an expert twice.
+    """
     num_layers, num_ranks, num_expert_slots = table_LRS.shape
     num_pairs = high_LH.shape[1]
     base = np.arange(num_layers)[:, None] * num_ranks

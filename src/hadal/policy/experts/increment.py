@@ -31,8 +31,9 @@ FREE = np.float32(0.5)
 WORTHWHILE = np.float32(2e-4)
 """Minimum relief per replica, as a fraction of the heaviest rank's load, for a layer's path to go on."""
 LIGHT_RANKS = 12
-"""Minimum number of lightest ranks that the heaviest trades with; more if half of all ranks is more.
-All ranks if they have two expert slots: good partners are rare then, and not among the lightest.
+"""Minimum number of lightest ranks that the heaviest trades with; more if half of all ranks is
+more. All ranks if they have at most two expert slots: good partners are rare then, and not among
+the lightest.
 """
 MAX_ROUNDS = 200
 """Maximum number of moves of one layer's path."""

@@ -33,9 +33,9 @@ def heaviest_pair(loads_LE: Singles, counts_LE: Ints) -> Singles:
 def choose_counts(loads_LE: Floats, num_replicas: int, num_ranks: int, *, num_rounds: int) -> Ints:
     """Return replicas [L, E] with a folded heaviest rank no heavier than the greedy's.
 
-    First, every k is tried: the greedy's first k extra replicas, and one for each of the X - k
-    lightest experts. Then each of `num_rounds` rounds makes the best move of one replica from an
-    expert to another.
+    First, every k with 1 <= X - k <= E/2 is tried: the greedy's first k extra replicas, and one for
+    each of the X - k lightest experts. Then each of `num_rounds` rounds makes the best move of one
+    replica from an expert to another.
     """
     num_layers, num_experts = loads_LE.shape
     counts, given = replicate(loads_LE, num_replicas, num_ranks)
