@@ -138,13 +138,14 @@ class UnitsConfig(ConfigTable, frozen=True):
     """KV blocks of a rank, 64 tokens each. 0: from `kv_memory_mb`."""
     kv_memory_mb: Annotated[str, _one_of(AUTO)] | Annotated[int, Meta(ge=0, le=1 << 32)] = AUTO
     """KV pool of a rank, MiB; never less than one whole context. "auto": on CPUs of this host,
-    pools share a quarter of the memory that weights leave free (runtime/pool_sizes); otherwise 256.
+    pools share up to a quarter of the memory that weights and buffers leave (runtime/pool_sizes);
+    otherwise 256.
     """
     max_requests: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """Maximum number of requests that a rank serves at once (decode: slots)."""
     max_waiting: Count = 256
-    """Maximum number of requests that a unit's leader (scheduler) queues beyond `max_requests`;
-    further ones are returned to the front.
+    """Maximum number of requests that a unit's leader (scheduler) queues beyond those that its
+    ranks can start at once; further ones are returned to the front.
     """
 
     def __post_init__(self) -> None:
@@ -414,7 +415,7 @@ class Deployment(ConfigTable, frozen=True):
     device: Annotated[str, _one_of("auto", "cpu", "cuda")] = "auto"
     """"cpu", "cuda"; "auto": cpu, because on a GPU Hadal runs plain torch ops so far."""
     device_memory_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """Memory of a GPU for weights, KV and buffers, 10^9 bytes. 0: the memory of this machine's GPUs."""
+    """Memory of a GPU for weights, KV and buffers, 10^9 bytes. 0: that of the smallest GPU here."""
     lease_s: Seconds = 30.0
     """Time for which prefilled KV is leased to the decode side."""
     heartbeat_s: Seconds = 0.5

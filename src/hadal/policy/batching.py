@@ -35,7 +35,7 @@ def pack_chunks(
     """Return how many tokens of prompts[0], prompts[1], ... to compute now; the list ends where
     packing stopped.
 
-    `prompts` are in the order of arrival, started ones first. `num_starts_max` limits how many may
+    `prompts` are in their queue's order, started ones first. `num_starts_max` limits how many may
     start.
     """
     budget, blocks, starts = chunk_tokens, num_blocks_free, num_starts_max

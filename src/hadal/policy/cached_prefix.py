@@ -41,7 +41,7 @@ class Prefix:
     num_loading: int = 0
     """Blocks after `num_memory` that will be read from disk."""
     load_s: float = 0.0
-    """Predicted seconds until `num_loading` blocks are read; 0 until both rates are measured."""
+    """Predicted seconds until `num_loading` blocks are read; 0 if a rate is unknown."""
     num_recomputed: int = 0
     """Blocks after `num_memory` that are on disk, but cheaper to compute."""
 

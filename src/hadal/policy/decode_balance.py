@@ -14,7 +14,7 @@ there. This was found by measurement, and helps most where few requests arrive p
 (bench/balance_decode).
 
 Arrivals of one step are placed largest first, because small ones fill the gaps that large ones
-leave. Admission is by order of arrival, not by size: if a request does not fit, later arrivals
+leave. Admission is in the caller's order, not by size: if a request does not fit, those after it
 wait, so none is overtaken.
 
 Independent of tensors, networks, time and output lengths: a request counts by its blocks now and at

@@ -225,9 +225,9 @@ def bind(
 ) -> list[list[int]]:
     """Return, by position in `ranks`, the indices in `waiting` of the prompts that start there in this step.
 
-    In the order of arrival, each prompt starts on the rank with the least predicted cost of all its
-    prompts, among ranks with time and tokens left in this step. A rank in `cached` counts only the
-    uncached rest of the prompt. A rank's oldest prompt reserves only HEAD_SHARE of the time. A
+    In the order of `waiting`, each prompt starts on the rank with the least predicted cost of all
+    its prompts, among ranks with time and tokens left in this step. A rank in `cached` counts only
+    the uncached rest of the prompt. A rank's oldest prompt reserves only HEAD_SHARE of the time. A
     prompt that fits nowhere, for lack of blocks or starts, stops those behind it.
     """
     heap: list[tuple[float, int]] = []
@@ -328,7 +328,7 @@ def plan_step(
     limits: StepLimits,
     cached: Sequence[Cached] = (),
 ) -> StepCut:
-    """Return which of `waiting` (oldest first) start on which rank, and the tokens that every rank computes.
+    """Return which of `waiting` start on which rank, and the tokens that every rank computes.
 
     Every rank uses the step's budget, within the time of one token, unless its prompts end or it reaches the
     cap. `cached`, if not empty, is parallel to `waiting`.

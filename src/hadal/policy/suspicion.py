@@ -31,8 +31,8 @@ class Silence:
     did not run.
     """
     starved: float | None = None
-    """Share of `silent_s` in which the process was runnable without a processor, sampled by its
-    host; above 1 if several threads waited at once. None: its host has not sampled twice yet.
+    """Share of the time between its host's first and last sample in which the process was runnable
+    without a processor; above 1 if several threads waited at once. None: no two samples yet.
     """
     is_stopped: bool = False
     """True if its host saw it stopped (SIGSTOP): it will not continue by itself."""

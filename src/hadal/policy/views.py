@@ -162,7 +162,7 @@ class SpareView:
 
 @dataclass(frozen=True, slots=True)
 class PromptView:
-    """Prompt that waits for its next chunk, in the order of arrival."""
+    """Prompt that waits for its next chunk."""
 
     num_tokens: int
     """Tokens still to be planned."""

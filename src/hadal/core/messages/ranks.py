@@ -79,7 +79,7 @@ class RankHeartbeat(Message, frozen=True):
     is_computing: bool
     """True if a step runs and does not wait for a peer: then `num_ops` must grow."""
     lost: tuple[int, ...] = ()
-    """Peers of this formation to which the connection broke."""
+    """Peers that caused the last failure in this formation, or have a broken connection."""
 
 
 class RankHeld(Message, frozen=True):
@@ -89,7 +89,7 @@ class RankHeld(Message, frozen=True):
 
     up: RankUp
     plan: FormPlan
-    """Newest plan that the rank has executed, with its current expert placement."""
+    """Newest plan that the rank has received, with its current expert placement."""
     held: Held
 
 

@@ -277,7 +277,8 @@ class UnitDown(Message, frozen=True):
     """A process of a unit ended or was given up; everything in it is lost.
 
     The supervisor sends it to the front about a unit, and to a leader about one of its ranks
-    ("decode-0.2"). A leader sends it to the supervisor about a silent or stuck rank to be killed.
+    ("decode-0.2"). To the supervisor, the front sends it about a frozen unit, and a leader about a
+    silent or stuck rank; the process is then killed.
     """
 
     unit: str
