@@ -144,8 +144,8 @@ class UnitsConfig(ConfigTable, frozen=True):
     max_requests: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """Maximum number of requests that a rank serves at once (decode: slots)."""
     max_waiting: Count = 256
-    """Maximum number of requests that a unit's leader (scheduler) queues beyond those that its
-    ranks can start at once; further ones are returned to the front.
+    """Maximum number of requests that a unit's leader (scheduler) queues, beyond the number
+    that its ranks can start at once; further ones are returned to the front.
     """
 
     def __post_init__(self) -> None:

@@ -39,8 +39,8 @@ from hadal.core.plans import (
 )
 
 MAX_STEPS_IN_FLIGHT = 2
-"""One step runs and one is queued: the Runner never waits for a plan, and a queued plan is at most
-one step out of date.
+"""One step runs and one is queued, so that the Runner need not wait for a plan. A queued plan is at
+most one step out of date.
 """
 
 

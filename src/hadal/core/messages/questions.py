@@ -83,4 +83,6 @@ class Trace(Message, frozen=True):
     reply_id: int
     steps: tuple[TracedStep, ...]
     clocks: tuple[HostClock, ...] = ()
-    """Clocks of the hosts if ranks are on several of them. Times in `steps` are on the leader's clock."""
+    """Known clocks of the hosts, if ranks are on several of them. Times in `steps` of these hosts
+    are on the leader's clock.
+    """

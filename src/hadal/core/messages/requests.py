@@ -35,8 +35,8 @@ class Submit(Message, frozen=True):
 
 
 class RejectedEarly(Message, frozen=True):
-    """Generations rejected before they were submitted, by the front's own rules. The front counts
-    them, because the fleet scales with all demand.
+    """Generations rejected before they were submitted, for lack of capacity. The front counts them,
+    because the fleet scales with all demand.
     """
 
     num_generations: int
