@@ -53,7 +53,7 @@ class MoveTerms:
     each): half of it on the rank itself, half in the exchange that all ranks wait for.
     """
     stall_steps: float = 3.0
-    """Steps that a moved request stands still, at most (roles/decode/slots)."""
+    """Steps that a moved request stands still, at most (roles/decode/moving)."""
     gain_steps: float = 50.0
     """Steps until the unit is about as uneven again. A moved request does not move again before."""
     num_tokens_left_min: int = 8
