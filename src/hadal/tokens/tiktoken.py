@@ -163,7 +163,7 @@ def _added_tokens(config: dict[str, Any], path: Path, num_tokens: int) -> Iterat
     for key, token in added.items():
         content = token.get("content") if isinstance(token, dict) else None
         # Check the digits first: Python refuses to convert a number of five thousand digits.
-        is_id = key.isascii() and key.isdecimal() and len(key) < _MAX_ID_DIGITS
+        is_id = key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_DIGITS
         if not isinstance(content, str) or not content or not is_id or int(key) < num_tokens:
             raise CheckpointError(
                 f"{path}: added_tokens_decoder[{shown(key)}] is {shown(token)}; it needs content, a text,"
