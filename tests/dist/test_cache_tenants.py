@@ -74,7 +74,8 @@ def work_of(server: Server, key: str, case: Case) -> tuple[int, dict[str, int]]:
 
 
 @pytest.mark.promise(
-    "A tenant neither reads nor times another's cache, but for what both made public."
+    "No tenant can read another's cache, or detect its content by timing, except for "
+    "what both made public."
 )
 @pytest.mark.promise("Each API key is a tenant that shares nothing with others")
 def test_a_tenant_finds_nothing_of_anothers_and_makes_the_work_of_a_new_prompt(

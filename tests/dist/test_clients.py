@@ -64,8 +64,8 @@ def tiny() -> Iterator[str]:
 
 
 @pytest.mark.promise(
-    'Any OpenAI client with base_url="http://127.0.0.1:8000/v1" talks to it, and '
-    "Anthropic's without the /v1"
+    'Any OpenAI client with base_url="http://127.0.0.1:8000/v1" works with the '
+    "server; Anthropic's clients use the URL without /v1."
 )
 @pytest.mark.parametrize(
     "name",

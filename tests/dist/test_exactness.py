@@ -50,7 +50,7 @@ def cases() -> list[Case]:
 
 @pytest.mark.promise(
     "Batching, chunking, preemption, KV transfer, caches, widths, placements and "
-    "retries change when a token comes, never which."
+    "retries affect when a token is generated, never which token."
 )
 @pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
 @pytest.mark.parametrize("chunk_tokens", [64, pytest.param(4096, marks=pytest.mark.full)])

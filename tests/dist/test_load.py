@@ -129,7 +129,9 @@ def resident_mb(pid: int) -> float:
     return (int(fields["RssAnon"].split()[0])) / 1024
 
 
-@pytest.mark.promise("A dead process is noticed at once; at rest no block has an owner.")
+@pytest.mark.promise(
+    "The end of a process is detected immediately; without requests no block has an owner."
+)
 @pytest.mark.more("hundreds of requests")
 @pytest.mark.slow("hundreds of requests")
 def test_everyone_else_finishes_and_nothing_leaks(borrow: StartServer) -> None:

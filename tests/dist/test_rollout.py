@@ -161,7 +161,9 @@ def test_what_does_not_come_up_stops_it_and_the_way_back_is_another_rollout(
     askers.check(expected)
 
 
-@pytest.mark.promise("its units are replaced one by one, and no request fails")
+@pytest.mark.promise(
+    "the units of the running server are replaced one by one, and no request fails"
+)
 @pytest.mark.parametrize(
     "kind",
     [

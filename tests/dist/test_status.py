@@ -26,7 +26,8 @@ def hadal(*arguments: str) -> Result:
     "prints the last lines of a unit's processes in order, whether or not the server answers"
 )
 @pytest.mark.promise(
-    "what runs here, what was started again and why, what is wrong; what its processes wrote last"
+    "show this host's units and processes, restarts with their causes, and current "
+    "problems; print the processes' last log lines"
 )
 @pytest.mark.more("a server is asked in `make test`, too")
 def test_a_killed_rank_is_told_of(mortal: StartServer) -> None:

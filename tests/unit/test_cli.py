@@ -46,7 +46,7 @@ def test_an_address_that_is_none_is_one_line(words: list[str]) -> None:
     )
 
 
-@pytest.mark.promise("Each has --help with examples")
+@pytest.mark.promise("Each command has --help with examples")
 @pytest.mark.parametrize(
     "command", sorted(command.name or "" for command in get_command(app).commands.values())
 )
@@ -83,7 +83,7 @@ TYPED = {
 """Code that presses Tab after `hadal serve --cache-f` in each shell."""
 
 
-@pytest.mark.promise("hadal completion bash lets Tab complete it")
+@pytest.mark.promise("hadal completion bash prints a script for Tab completion.")
 @pytest.mark.parametrize("shell", sorted(TYPED))
 def test_a_shell_learns_to_complete(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:

@@ -55,8 +55,8 @@ def found(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.promise(
-    "which model that is, what it takes in memory (one host's, so far), which deployment "
-    "would serve it"
+    "show which model the folder holds, how much memory it takes (so far only for one "
+    "host), and which deployment would serve it"
 )
 def test_the_model_that_ships() -> None:
     result = run()
@@ -99,8 +99,8 @@ def test_an_indexer_is_told_and_its_key_is_part_of_the_kv(tmp_path: Path) -> Non
 
 
 @pytest.mark.promise(
-    "which model that is, what it takes in memory (one host's, so far), which deployment "
-    "would serve it"
+    "show which model the folder holds, how much memory it takes (so far only for one "
+    "host), and which deployment would serve it"
 )
 @pytest.mark.needs("compiler")
 def test_what_fits(tmp_path: Path) -> None:

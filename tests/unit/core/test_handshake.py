@@ -61,7 +61,7 @@ def test_a_proof_is_no_answer_of_the_other_side_and_none_on_another_connection()
     assert not acceptor.is_proof(later.proof(b"x"), b"x")
 
 
-@pytest.mark.promise("Processes prove themselves to each other before anything is said over TCP")
+@pytest.mark.promise("Processes authenticate each other before they send anything over TCP")
 def test_nothing_is_proven_before_a_challenge_and_one_challenge_is_enough() -> None:
     alone = Handshake(KEY, os.urandom(NONCE_BYTES), is_connector=True, port=7)
     assert not alone.is_proof(alone.proof(b"x"), b"x")

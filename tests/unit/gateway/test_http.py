@@ -256,7 +256,7 @@ async def test_slow_body(model: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    "admits all of a request or refuses it with 429 or 503 and a time to come back"
+    "admits all texts of a request together, or refuses them with 429 or 503 and a time to retry"
 )
 async def test_too_many_requests(model: ServedModel) -> None:
     async with scene(model, limits=LimitsConfig(max_running=1, max_queued=1)) as it:
@@ -345,7 +345,7 @@ async def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None
 
 
 @pytest.mark.promise(
-    "admits all of a request or refuses it with 429 or 503 and a time to come back"
+    "admits all texts of a request together, or refuses them with 429 or 503 and a time to retry"
 )
 async def test_no_units(model: ServedModel) -> None:
     async with scene(model) as it:

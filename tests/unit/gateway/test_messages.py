@@ -393,8 +393,8 @@ def client_of(it: Serving, **options: Any) -> Anthropic:
 
 
 @pytest.mark.promise(
-    'Any OpenAI client with base_url="http://127.0.0.1:8000/v1" talks to it, and '
-    "Anthropic's without the /v1"
+    'Any OpenAI client with base_url="http://127.0.0.1:8000/v1" works with the '
+    "server; Anthropic's clients use the URL without /v1."
 )
 def test_the_client_adds_up_a_stream(model: ServedModel) -> None:
     with (

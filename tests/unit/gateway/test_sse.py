@@ -183,7 +183,8 @@ async def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, strea
 
 
 @pytest.mark.promise(
-    "A tenant neither reads nor times another's cache, but for what both made public."
+    "No tenant can read another's cache, or detect its content by timing, except for "
+    "what both made public."
 )
 @pytest.mark.promise("Each API key is a tenant that shares nothing with others")
 @pytest.mark.promise(

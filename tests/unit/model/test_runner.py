@@ -140,7 +140,7 @@ def run_all(
 
 @pytest.mark.promise(
     "Batching, chunking, preemption, KV transfer, caches, widths, placements and "
-    "retries change when a token comes, never which."
+    "retries affect when a token is generated, never which token."
 )
 @pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
 @pytest.mark.parametrize("seed", range(3))

@@ -54,7 +54,7 @@ def test_a_tenant_alone_may_have_all_and_leaves_another_its_share() -> None:
 
 
 @pytest.mark.promise(
-    "admits all of a request or refuses it with 429 or 503 and a time to come back"
+    "admits all texts of a request together, or refuses them with 429 or 503 and a time to retry"
 )
 def test_a_request_is_let_in_whole_or_not_at_all() -> None:
     assert admit(AdmissionView(False, 3, 8, 10, 0.0, num_wanted=5)) is None

@@ -392,7 +392,9 @@ class RollingOut(Driver):
         return unit.name
 
 
-@pytest.mark.promise("its units are replaced one by one, and no request fails")
+@pytest.mark.promise(
+    "the units of the running server are replaced one by one, and no request fails"
+)
 def test_a_rollout_replaces_one_unit_after_the_other() -> None:
     driver = RollingOut(1, 3)
     assert driver.fleet.num_unreplaced == 4

@@ -378,7 +378,7 @@ class Stranger:
         return True
 
 
-@pytest.mark.promise("Processes prove themselves to each other before anything is said over TCP")
+@pytest.mark.promise("Processes authenticate each other before they send anything over TCP")
 def test_who_knows_everything_but_the_secret_is_refused_and_disturbs_nobody() -> None:
     """Send forged, replayed, reflected and altered hellos beside exchanges, which continue."""
     with mesh_threads(2) as groups:

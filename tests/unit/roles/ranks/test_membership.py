@@ -133,7 +133,9 @@ def test_after_the_grace_it_forms_with_those_that_are_there() -> None:
     assert (placement.slot_to_expert_LRS[:, [1, 3]] == EMPTY).all()
 
 
-@pytest.mark.promise("A dead process is noticed at once; at rest no block has an owner.")
+@pytest.mark.promise(
+    "The end of a process is detected immediately; without requests no block has an owner."
+)
 def test_a_death_is_answered_at_once() -> None:
     driver = Driver().run()
     driver.membership.unit_down(5.0, UnitDown("decode-0.2", "killed"))

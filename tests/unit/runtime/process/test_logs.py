@@ -142,7 +142,8 @@ def test_what_else_is_printed_becomes_a_line(form: str) -> None:
     "prints the last lines of a unit's processes in order, whether or not the server answers"
 )
 @pytest.mark.promise(
-    "what runs here, what was started again and why, what is wrong; what its processes wrote last"
+    "show this host's units and processes, restarts with their causes, and current "
+    "problems; print the processes' last log lines"
 )
 def test_the_last_lines_are_kept_and_the_oldest_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -121,7 +121,7 @@ def test_a_stranger_gets_no_answer(server: KvServer, size: int) -> None:
     assert answer_to(server, b"GET / HTTP/1.1\r\n\r\n".ljust(size, b"x")[:size]) == b""
 
 
-@pytest.mark.promise("Processes prove themselves to each other before anything is said over TCP")
+@pytest.mark.promise("Processes authenticate each other before they send anything over TCP")
 def test_who_holds_another_secret_is_refused_and_counted(server: KvServer) -> None:
     other = key_of(b"another run's ke", PURPOSE)
     for _ in range(3):
