@@ -181,7 +181,9 @@ def test_what_they_cost_is_written_down(twofold: Server) -> None:
 
 
 @pytest.mark.promise("With several gateways, each finds the responses that another one keeps.")
-@pytest.mark.promise("A gateway that does not answer is a 503, and the client may retry.")
+@pytest.mark.promise(
+    "If that gateway does not answer, the reply is a 503, and the client may retry."
+)
 @LIVE
 def test_any_gateway_goes_on_from_a_response_of_any_other(twofold: Server) -> None:
     """Any gateway continues any other's response. If the storing gateway is frozen, the reply is an

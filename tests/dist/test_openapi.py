@@ -38,8 +38,8 @@ TIMEOUT_S = 3000 if FULL else 900
 
 
 @pytest.mark.promise(
-    "GET /openapi.json describes every endpoint (OpenAPI 3.1), made from the structs that"
-    " read bodies"
+    "GET /openapi.json describes every endpoint (OpenAPI 3.1), generated from the "
+    "structs that parse bodies"
 )
 @pytest.mark.more("schemathesis asks a thousand times")
 @pytest.mark.slow("schemathesis starts, and asks a thousand times")

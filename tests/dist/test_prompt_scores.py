@@ -117,7 +117,9 @@ def test_ranks_small_chunks_two_micro_batches_and_drafts(
     assert_scored(borrow(chunk_tokens=50, prefill=prefill, decode=decode), prompts, expected)
 
 
-@pytest.mark.promise("max_tokens: 0 with them draws one token that is neither shown nor charged.")
+@pytest.mark.promise(
+    "With scores, max_tokens: 0 draws one token that is neither shown nor charged."
+)
 def test_echo_is_what_harnesses_read(server: Server) -> None:
     """The reply has the fields that lm-evaluation-harness reads, for every prompt token and, with
     max_tokens 1, the drawn one.

@@ -203,8 +203,8 @@ def test_two_servers_do_not_mix(mortal: StartServer, json_server: Server) -> Non
 
 
 @pytest.mark.promise(
-    "Every answer has an X-Request-Id, and every request a line in the log, which --log-"
-    "format json writes for programs."
+    "Every reply has an X-Request-Id, and every request has a line in the log. "
+    "--log-format json writes the log as JSON."
 )
 @pytest.mark.more("unit tests of the log have lines in both forms")
 def test_every_line_of_a_json_log_is_an_object(json_server: Server) -> None:

@@ -63,7 +63,7 @@ def check_budget(free: list[list[int]], bounded: list[list[int]], budget: int) -
     return ends.pop() if ends else -1
 
 
-@pytest.mark.promise("after N reasoning tokens the end mark alone may be drawn")
+@pytest.mark.promise("after N reasoning tokens it can draw only the end mark")
 def test_reasoning_ends_within_its_budget(server: Server) -> None:
     free = ids_of(server, -1)
     ends = {check_budget(free, ids_of(server, budget), budget) for budget in BUDGETS}

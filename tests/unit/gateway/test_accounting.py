@@ -153,7 +153,9 @@ async def test_the_bill_is_the_usage(
         )
 
 
-@pytest.mark.promise("max_tokens: 0 with them draws one token that is neither shown nor charged.")
+@pytest.mark.promise(
+    "With scores, max_tokens: 0 draws one token that is neither shown nor charged."
+)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_prompt_that_is_only_scored_is_billed_as_prompt(
     model: ServedModel, stream: bool

@@ -253,7 +253,7 @@ def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> No
 
 
 @pytest.mark.promise(
-    "A client of HTTP/1.0 gets no chunked body: its answer ends with the connection."
+    "A client of HTTP/1.0 gets no chunked body: the end of its reply is the end of the connection."
 )
 def test_a_client_of_http_1_0_gets_the_body_as_it_is(model: ServedModel) -> None:
     with serving(model, spell(model, "Four.")) as it:

@@ -121,8 +121,8 @@ def test_routes_are_the_table_s(model: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    "GET /openapi.json describes every endpoint (OpenAPI 3.1), made from the structs that"
-    " read bodies"
+    "GET /openapi.json describes every endpoint (OpenAPI 3.1), generated from the "
+    "structs that parse bodies"
 )
 @pytest.mark.parametrize(
     ("path", "body", "status"),
@@ -242,8 +242,8 @@ async def test_files_and_batches_are_as_described(model: ServedModel, tmp_path: 
 
 
 @pytest.mark.promise(
-    "GET /openapi.json describes every endpoint (OpenAPI 3.1), made from the structs that"
-    " read bodies"
+    "GET /openapi.json describes every endpoint (OpenAPI 3.1), generated from the "
+    "structs that parse bodies"
 )
 async def test_bodies_are_described_as_they_are_read(model: ServedModel) -> None:
     """Accepted bodies satisfy the description; refused ones violate it if types can express it."""

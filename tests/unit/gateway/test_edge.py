@@ -125,8 +125,8 @@ async def test_pages_of_other_origins(model: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    "Every answer has an X-Request-Id, and every request a line in the log, which --log-"
-    "format json writes for programs."
+    "Every reply has an X-Request-Id, and every request has a line in the log. "
+    "--log-format json writes the log as JSON."
 )
 async def test_request_ids_come_back(model: ServedModel) -> None:
     async with scene(model) as it:
@@ -169,8 +169,8 @@ async def test_access_log(model: ServedModel, caplog: pytest.LogCaptureFixture, 
 
 
 @pytest.mark.promise(
-    "Every answer has an X-Request-Id, and every request a line in the log, which --log-"
-    "format json writes for programs."
+    "Every reply has an X-Request-Id, and every request has a line in the log. "
+    "--log-format json writes the log as JSON."
 )
 async def test_lines_about_a_request_carry_its_id(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

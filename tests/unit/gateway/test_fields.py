@@ -137,7 +137,7 @@ def paths_of(*verdicts: Verdict) -> Iterator[tuple[str, str, FieldRow]]:
 # ---- refused and inert ----
 
 
-@pytest.mark.promise("refused by name with 400")
+@pytest.mark.promise("The 400 for a refused field names it")
 @pytest.mark.parametrize("api", API_TO_BODY)
 def test_what_is_refused_is_refused_by_name(api: str) -> None:
     for own, path, row in paths_of(Verdict.REFUSED):
@@ -156,7 +156,7 @@ def test_what_is_refused_is_refused_by_name(api: str) -> None:
             assert repr(asked) == repr(plain), (path, value)
 
 
-@pytest.mark.promise("inert fields change nothing")
+@pytest.mark.promise("An inert field changes nothing.")
 @pytest.mark.parametrize("api", API_TO_BODY)
 def test_what_is_inert_changes_nothing(api: str, caplog: pytest.LogCaptureFixture) -> None:
     for own, path, _ in paths_of(Verdict.INERT):
@@ -454,7 +454,7 @@ def test_other_services_fields_stand_in_the_tables(service: str) -> None:
 # ---- no field of the table ----
 
 
-@pytest.mark.promise("A field in no table changes nothing, and the log names it once.")
+@pytest.mark.promise("Unknown fields change nothing either, and the log names each once.")
 @pytest.mark.parametrize("api", API_TO_BODY)
 def test_a_field_in_no_table_is_logged_once_by_name(
     api: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -147,7 +147,9 @@ async def test_items_of_many_responses_are_not_looked_for() -> None:
         await gateways(set())[1].bodies_with("t", item_ids)
 
 
-@pytest.mark.promise("A gateway that does not answer is a 503, and the client may retry.")
+@pytest.mark.promise(
+    "If that gateway does not answer, the reply is a 503, and the client may retry."
+)
 @pytest.mark.parametrize("lost", [FRONT, "gateway-2"])
 async def test_a_gateway_that_does_not_answer_is_told_from_one_that_keeps_nothing(
     lost: str, monkeypatch: pytest.MonkeyPatch

@@ -227,7 +227,7 @@ for _ in range(70):
     DEEP = {"a": DEEP}
 
 
-@pytest.mark.promise("refused by name with 400 and what to send instead")
+@pytest.mark.promise("The 400 for a refused field names it and says what to send instead.")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -63,7 +63,7 @@ def completion(**fields: Any) -> Any:
     "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more "
     "than 0.25 s of a core to look at."
 )
-@pytest.mark.promise("refused by name with 400 and what to send instead")
+@pytest.mark.promise("The 400 for a refused field names it and says what to send instead.")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -265,7 +265,7 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
             parse(body)
 
 
-@pytest.mark.promise("inert fields change nothing")
+@pytest.mark.promise("An inert field changes nothing.")
 def test_nulls_and_extras_are_taken() -> None:
     nulls = ("temperature", "top_p", "n", "stop", "seed", "stream", "logprobs", "tools")
     parsed = chat(

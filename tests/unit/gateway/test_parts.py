@@ -100,7 +100,9 @@ def whole_response(piece: Piece, kept: list[tuple[bytes, Turn]]) -> dict[str, An
     return body
 
 
-@pytest.mark.promise("However a reply is cut into pieces, its events add up to the whole reply")
+@pytest.mark.promise(
+    "However a stream cuts a reply into pieces, its events add up to the whole reply"
+)
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_any_cut_of_any_reply_adds_up_to_the_whole_one(name: str, data: st.DataObject) -> None:

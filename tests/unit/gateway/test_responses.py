@@ -217,7 +217,7 @@ for _ in range(70):
     DEEP = {"a": DEEP}
 
 
-@pytest.mark.promise("refused by name with 400 and what to send instead")
+@pytest.mark.promise("The 400 for a refused field names it and says what to send instead.")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -296,7 +296,8 @@ async def test_what_is_cut_off_is_incomplete(model: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    "A kept response has the whole conversation, so earlier responses may be gone or deleted."
+    "A kept response has the whole conversation, so previous_response_id works even "
+    "if still earlier responses have expired or were deleted."
 )
 async def test_a_response_is_gone_on_from(model: ServedModel) -> None:
     """The prompt has the whole conversation, without the first response's instructions."""
@@ -405,8 +406,8 @@ def test_parts_that_end_with_a_cut_reply_are_not_cut_but_the_last(model: ServedM
 
 
 @pytest.mark.promise(
-    "input_items lists the input of the response itself, the last item first: order, "
-    "limit (1 to 100, else 20) and after."
+    "input_items lists the input of the response itself, the last item first. Its "
+    "parameters are order, limit (1 to 100, by default 20) and after."
 )
 async def test_a_long_input_is_listed_page_by_page(model: ServedModel) -> None:
     """Ids that a client sent twice do not make paging loop for ever."""

@@ -67,7 +67,7 @@ def parsed(path: str, fields: dict[str, Any]) -> ChatAsk:
     return PATH_TO_PARSE[path](json.dumps({"model": "m", **PATH_TO_BODY[path], **fields}).encode())
 
 
-@pytest.mark.promise("All formats take the switches of all services.")
+@pytest.mark.promise("Every format accepts the thinking switches of all services.")
 @pytest.mark.parametrize("path", PATH_TO_BODY)
 def test_every_switch_is_taken_in_every_format(path: str) -> None:
     for fields in OFF:

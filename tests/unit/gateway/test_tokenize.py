@@ -25,9 +25,7 @@ MESSAGES = CHAT["messages"]
 
 
 @pytest.mark.promise("Paths without /v1 work as well.")
-@pytest.mark.promise(
-    "are vLLM's, under the same keys; they also count texts that are too long for the model"
-)
+@pytest.mark.promise("They also count texts that are too long for the model")
 async def test_tokens_of_prompts_and_chats_and_back(model: ServedModel) -> None:
     async with scene(model, then_stop=False) as it:
 
@@ -111,7 +109,9 @@ def test_a_text_with_a_gap(model: ServedModel) -> None:
     "Such a prompt is computed completely: its blocks have no names, so none is found "
     "in a cache or left there."
 )
-@pytest.mark.promise("max_tokens: 0 with them draws one token that is neither shown nor charged.")
+@pytest.mark.promise(
+    "With scores, max_tokens: 0 draws one token that is neither shown nor charged."
+)
 def test_a_prompt_that_is_scored_has_no_names(model: ServedModel) -> None:
     """Without names, its blocks are neither found in a cache nor left there."""
     plain, scored = (

@@ -263,7 +263,7 @@ def test_a_model_may_open_its_reasoning_itself(grammars: Grammars) -> None:
     assert rows[5] == {END}
 
 
-@pytest.mark.promise("Drafts, schemas and calls of tools do not change the tokens.")
+@pytest.mark.promise("Drafts, schemas and tool calls do not change the effect of a budget.")
 @pytest.mark.parametrize("opens", [-1, 5])
 @pytest.mark.parametrize("schema", [None, {"const": 1}])
 def test_a_reasoning_ends_within_its_budget(
