@@ -399,7 +399,7 @@ def owned(deployed: Deployed) -> dict[str, int]:
 
 @pytest.mark.promise("examples/ has a job for the nodes that a fleet leaves free")
 @pytest.mark.promise(
-    "the nodes of a unit that is stopped go back to Ray, and are had again before it starts"
+    "the nodes of a stopped unit go back to Ray, and are acquired again before it starts"
 )
 def test_a_day_of_units_that_come_and_go_and_a_job_that_has_what_they_leave() -> None:
     asked = requests_of_the_day()

@@ -377,8 +377,8 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
 
 
 @pytest.mark.promise(
-    "An answer is kept as it comes, so it stays as far as it "
-    "came when its page is left or loaded anew."
+    "An answer is stored while it arrives. If you leave or reload the page, the part "
+    "that has arrived stays."
 )
 @MORE_PAGES
 def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
@@ -408,7 +408,7 @@ def test_what_came_of_an_answer_that_is_left_is_kept(browser: Browser) -> None:
             expect(page.locator("[aria-label=Regenerate]")).to_be_visible()
 
 
-@pytest.mark.promise("the page asks again, five times at most, until it is stopped")
+@pytest.mark.promise("the page asks again, five times at most, unless you stop it")
 @MORE_PAGES
 @pytest.mark.slow("the page waits for seconds before it asks again")
 def test_a_busy_server_is_asked_again_until_it_is_stopped_or_has_room(browser: Browser) -> None:

@@ -146,8 +146,8 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
 
 
 @pytest.mark.promise(
-    "The survivors read again the experts that have no replica left. Their requests "
-    "keep their KV and are rolled back to the last delivered token."
+    "The survivors load again the experts that have no replica left. Requests on the "
+    "survivors keep their KV and are rolled back to the last delivered token."
 )
 @OTHERS
 @pytest.mark.slow("many rounds")

@@ -35,8 +35,8 @@ def wait_replaced(server: Server, name: str, old_pid: int) -> None:
 
 
 @pytest.mark.promise(
-    "Each attempt there goes to RETRYING, is prefilled elsewhere with the tokens "
-    "already streamed, and its stream continues."
+    "Each attempt on that unit goes to RETRYING, is prefilled elsewhere with the "
+    "tokens already streamed, and its stream continues."
 )
 @pytest.mark.parametrize(
     "victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.more("it has no stream"))]
@@ -67,9 +67,10 @@ def test_requests_survive_the_prefill_unit_they_wait_for(mortal: StartServer) ->
     server.wait_restarted("prefill-0", old_pid)
 
 
-@pytest.mark.promise("It is started again on the same listening socket")
+@pytest.mark.promise("The gateway is started again on the same listening socket")
 @pytest.mark.promise(
-    "Its first message (FrontUp, a new epoch) makes the leaders free everything they held."
+    "Its first message (FrontUp, a new epoch) makes the leaders free all blocks and "
+    "slots of the earlier front."
 )
 def test_a_killed_gateway_comes_back_and_connections_wait_for_it(mortal: StartServer) -> None:
     server = mortal()

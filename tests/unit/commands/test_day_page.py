@@ -136,7 +136,7 @@ def test_what_is_drawn_and_tabled_is_what_the_result_says() -> None:
         assert ["12:00", fluid, window] in page.rows
 
 
-@pytest.mark.promise("it opens from disk, loads nothing from anywhere")
+@pytest.mark.promise("it opens from disk and loads nothing else")
 def test_it_loads_nothing_and_runs_only_what_is_in_it() -> None:
     text = text_of(RESULT)
     assert not re.search(r"://|url\(|@import|\bsrc=|\bhref=|<link|<iframe| on\w+=", text)

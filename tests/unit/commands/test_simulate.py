@@ -67,7 +67,7 @@ def test_a_day_in_two_processes(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.promise("hadal simulate --print-config prints all of it.")
+@pytest.mark.promise("hadal simulate --print-config prints all settings.")
 def test_all_that_can_be_set_is_printed() -> None:
     result = run(
         "--print-config",
@@ -128,7 +128,10 @@ def test_a_mistake_is_one_line_and_makes_no_folder(
     assert not out.exists()
 
 
-@pytest.mark.promise("A TPOT below the priced time of one request a rank is refused at once.")
+@pytest.mark.promise(
+    "A TPOT below the priced time of a step with one request per rank is refused "
+    "before the simulation."
+)
 def test_a_promise_that_no_unit_keeps_is_one_line(tmp_path: Path) -> None:
     """Ask for an impossible TPOT on the published day: no simulation runs, and no folder is made."""
     config = tmp_path / "fast.toml"

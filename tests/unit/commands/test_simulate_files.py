@@ -33,7 +33,7 @@ def test_what_is_printed_reads_back_as_the_same(study: Study, file: Path) -> Non
     assert read(file, study_toml(study)) == study
 
 
-@pytest.mark.promise("hadal simulate --print-config prints all of it.")
+@pytest.mark.promise("hadal simulate --print-config prints all settings.")
 def test_everything_is_printed() -> None:
     tables = tomllib.loads(study_toml(Study()))
     assert tables.keys() == {field.name for field in dataclasses.fields(Study)}

@@ -165,7 +165,10 @@ def test_what_was_asked_and_cannot_be_is_an_error() -> None:
         ).run()
 
 
-@pytest.mark.promise("A TPOT below the priced time of one request a rank is refused at once.")
+@pytest.mark.promise(
+    "A TPOT below the priced time of a step with one request per rank is refused "
+    "before the simulation."
+)
 def test_a_promise_that_no_unit_keeps_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(
         ConfigError, match=r"with one request per rank, a decode unit of 16 H200 takes 1\d\.\d ms"

@@ -38,8 +38,8 @@ def text_of(stream: str) -> str:
 
 
 @pytest.mark.promise(
-    "Each attempt there goes to RETRYING, is prefilled elsewhere with the tokens "
-    "already streamed, and its stream continues."
+    "Each attempt on that unit goes to RETRYING, is prefilled elsewhere with the "
+    "tokens already streamed, and its stream continues."
 )
 @pytest.mark.parametrize("unit", ["prefill-0", "decode-0"])
 async def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> None:

@@ -64,7 +64,7 @@ def test_no_torch_and_a_quick_start() -> None:
     )
 
 
-@pytest.mark.promise("It is started again on the same listening socket")
+@pytest.mark.promise("The gateway is started again on the same listening socket")
 @pytest.mark.promise("No process of Hadal listens beyond a node's own address.")
 def test_listener_is_the_supervisors() -> None:
     with (

@@ -165,8 +165,8 @@ def whole(peer: Peer) -> Placement:
 
 
 @pytest.mark.promise(
-    "The survivors read again the experts that have no replica left. Their requests "
-    "keep their KV and are rolled back to the last delivered token."
+    "The survivors load again the experts that have no replica left. Requests on the "
+    "survivors keep their KV and are rolled back to the last delivered token."
 )
 def test_a_rank_goes_and_comes_back(plain: Peer, ranks: list[Rank]) -> None:
     placement = whole(plain)

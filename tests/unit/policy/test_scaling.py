@@ -152,7 +152,7 @@ def test_nodes_beyond_the_last_bundle_go_to_the_role_that_is_shorter() -> None:
     assert decision.why.bound == "nodes"
 
 
-@pytest.mark.promise("shrink to the need of the last and the next hold_s, and a margin")
+@pytest.mark.promise("shrink to the highest need of the last and next hold_s, plus a margin")
 def test_what_was_needed_lately_is_kept() -> None:
     before = Units(29, 9)
     kept = decide(view(0.0, 5000.0, before, need_held=8.5), BUNDLES)
@@ -161,7 +161,7 @@ def test_what_was_needed_lately_is_kept() -> None:
     assert (shrunk.units, shrunk.why.step) == (Units(26, 8), ScalingStep.SHRINK)
 
 
-@pytest.mark.promise("shrink to the need of the last and the next hold_s, and a margin")
+@pytest.mark.promise("shrink to the highest need of the last and next hold_s, plus a margin")
 def test_what_will_be_needed_soon_is_kept() -> None:
     shape = DayShape((1.0,) * 8 + (1.6,) * 16)
     at_7 = 7.5 * 3600.0  # The rise begins before the hour: the shape is smooth.
@@ -169,7 +169,7 @@ def test_what_will_be_needed_soon_is_kept() -> None:
     assert decision.why.need_kept > 1.15 * decision.why.need_now
 
 
-@pytest.mark.promise("grow to the need of the next start-up, at once")
+@pytest.mark.promise("grow at once to the highest need within the next start-up time")
 def test_it_grows_before_the_morning() -> None:
     """Check that units start one start-up time before the need: no minute has fewer than it needs."""
     shape = DayShape((1.0,) * 7 + (2.0,) + (4.0,) * 8 + (2.0,) + (1.0,) * 7)
@@ -191,7 +191,7 @@ def test_it_grows_before_the_morning() -> None:
     assert sum(num for _, num in wanted) < 1.15 * sum(flat)
 
 
-@pytest.mark.promise("shrink to the need of the last and the next hold_s, and a margin")
+@pytest.mark.promise("shrink to the highest need of the last and next hold_s, plus a margin")
 @pytest.mark.parametrize("need", [4.0, 4.5, 4.98, 5.0, 5.02, 5.5])
 def test_noise_moves_no_nodes_to_and_fro(need: float) -> None:
     """Run two days of a demand that varies by 5 %: between two sizes it keeps the larger one."""

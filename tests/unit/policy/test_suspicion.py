@@ -41,8 +41,8 @@ def test_time_without_a_processor_does_not_count(
 
 
 @pytest.mark.promise(
-    "Processes that are late all at once get more time; a stopped process gets none "
-    "beyond its timeout."
+    "Processes that are all late at the same time get more time; a stopped process "
+    "gets none beyond its timeout."
 )
 def test_a_stopped_process_is_excused_by_nothing() -> None:
     stopped = Silence(1.6, 1.0, is_stopped=True)
@@ -56,8 +56,8 @@ def test_a_host_that_does_not_answer_is_waited_for() -> None:
 
 
 @pytest.mark.promise(
-    "Processes that are late all at once get more time; a stopped process gets none "
-    "beyond its timeout."
+    "Processes that are all late at the same time get more time; a stopped process "
+    "gets none beyond its timeout."
 )
 def test_those_that_are_late_together_are_waited_for() -> None:
     assert are_all_late([0.7, 0.9, 5.0], TIMEOUT_S)

@@ -168,7 +168,7 @@ def test_it_grows_with_the_demand_and_takes_nodes_back_first() -> None:
     assert any(isinstance(e, WithdrawNodes) for e in effects[:index])
 
 
-@pytest.mark.promise("It is stopped when the front counts nothing on it in that drain.")
+@pytest.mark.promise("The unit is stopped when the front counts no request on it in that drain.")
 def test_it_drains_what_is_not_needed_and_stops_it_when_it_is_empty() -> None:
     driver = Driver().grown()
     driver.held = {"decode-0": 3, "decode-1": 1, "decode-2": 2, "prefill-2": 1}
@@ -181,7 +181,7 @@ def test_it_drains_what_is_not_needed_and_stops_it_when_it_is_empty() -> None:
     assert driver.states()[:3] == ["up", "stopped", "up"]
 
 
-@pytest.mark.promise("It is stopped when the front counts nothing on it in that drain.")
+@pytest.mark.promise("The unit is stopped when the front counts no request on it in that drain.")
 def test_what_it_counted_before_a_drain_says_nothing_of_it() -> None:
     """A unit that was empty in an earlier drain may have received work since."""
     driver = Driver().grown()
@@ -213,7 +213,7 @@ def test_a_unit_that_is_not_needed_any_more_is_stopped_while_it_starts() -> None
 
 
 @pytest.mark.promise(
-    "so a lost message, a failed start or a dead unit is corrected at the next one"
+    "so a lost message, a failed start or a dead unit is corrected at the next event"
 )
 def test_the_dead_are_replaced_at_once() -> None:
     driver = Driver().grown()
@@ -230,7 +230,7 @@ def test_a_unit_that_dies_while_it_drains_is_not() -> None:
 
 
 @pytest.mark.promise(
-    "so a lost message, a failed start or a dead unit is corrected at the next one"
+    "so a lost message, a failed start or a dead unit is corrected at the next event"
 )
 def test_failed_starts_back_off_and_one_that_works_ends_it() -> None:
     driver = Driver()
@@ -262,7 +262,7 @@ def test_a_start_that_never_ends_is_given_up() -> None:
 
 
 @pytest.mark.promise(
-    "so a lost message, a failed start or a dead unit is corrected at the next one"
+    "so a lost message, a failed start or a dead unit is corrected at the next event"
 )
 def test_what_the_front_did_not_hear_is_said_again() -> None:
     driver = Driver().grown()

@@ -92,7 +92,7 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.promise(
-    "the nodes of a unit that is stopped go back to Ray, and are had again before it starts"
+    "the nodes of a stopped unit go back to Ray, and are acquired again before it starts"
 )
 @pytest.mark.promise("waits for the nodes of each unit, all of them or none")
 def test_groups_are_asked_for_whole_and_given_back(world: World) -> None:

@@ -195,7 +195,7 @@ def test_nodes_that_others_have_are_asked_for_again_and_again(
 
 
 @pytest.mark.promise(
-    "the nodes of a unit that is stopped go back to Ray, and are had again before it starts"
+    "the nodes of a stopped unit go back to Ray, and are acquired again before it starts"
 )
 def test_the_actors_of_a_group_that_is_given_back_end_with_it(
     played: PlayedRay, provider: RayNodeProvider

@@ -21,7 +21,7 @@ async def _refuse(request: Request) -> JSONResponse:
 REFUSING = Starlette(routes=[Route("/v1/chat/completions", _refuse, methods=["POST"])])
 
 
-@pytest.mark.promise("the page asks again, five times at most, until it is stopped")
+@pytest.mark.promise("the page asks again, five times at most, unless you stop it")
 @pytest.mark.parametrize(
     ("status", "headers", "again_s"),
     [

@@ -32,8 +32,8 @@ def test_a_conversation_is_read_as_it_was_kept() -> None:
 
 
 @pytest.mark.promise(
-    "An answer is kept as it comes, so it stays as far as it "
-    "came when its page is left or loaded anew."
+    "An answer is stored while it arrives. If you leave or reload the page, the part "
+    "that has arrived stays."
 )
 def test_an_answer_whose_page_went_is_a_stopped_one() -> None:
     """Read a conversation with an unfinished answer, which was stored while it arrived."""

@@ -75,7 +75,10 @@ def test_hierarchical_keeps_groups_on_a_node(seed: int, sizes: tuple[int, int, i
     assert (hybrid.balancedness_L >= plan.balancedness_L - 1e-6).all()
 
 
-@pytest.mark.promise("A new split moves nothing; a new placement moves few replicas.")
+@pytest.mark.promise(
+    "A new split of tokens over the existing replicas moves nothing; a new placement "
+    "moves few replicas."
+)
 @given(
     st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([(16, 6, 4), (12, 9, 2), (20, 4, 6)])
 )

@@ -438,7 +438,8 @@ def test_one_void_token_gives_back_its_request_alone() -> None:
 
 
 @pytest.mark.promise(
-    "Its first message (FrontUp, a new epoch) makes the leaders free everything they held."
+    "Its first message (FrontUp, a new epoch) makes the leaders free all blocks and "
+    "slots of the earlier front."
 )
 def test_a_new_front_finds_nothing_left() -> None:
     unit = decode_leader(num_slots=2)

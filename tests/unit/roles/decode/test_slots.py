@@ -128,8 +128,8 @@ def test_requests_go_where_less_kv_is_used_and_plans_have_the_ranks_own_slots() 
 
 
 @pytest.mark.promise(
-    "The survivors read again the experts that have no replica left. Their requests "
-    "keep their KV and are rolled back to the last delivered token."
+    "The survivors load again the experts that have no replica left. Requests on the "
+    "survivors keep their KV and are rolled back to the last delivered token."
 )
 def test_a_lost_rank_gives_back_and_a_survivor_joins_again_at_its_last_token() -> None:
     unit = up(leader())

@@ -39,7 +39,10 @@ def test_even_loads_move_nothing() -> None:
     assert unit.flips == []
 
 
-@pytest.mark.promise("A new split moves nothing; a new placement moves few replicas.")
+@pytest.mark.promise(
+    "A new split of tokens over the existing replicas moves nothing; a new placement "
+    "moves few replicas."
+)
 def test_a_new_split_comes_first_and_needs_no_weights() -> None:
     unit = Unit(replicated(), [HOT])
     unit.step(10)
@@ -96,7 +99,9 @@ def test_what_costs_no_time_is_left_alone(growing_s: float) -> None:
     assert unit.experts.installer.installing is None
 
 
-@pytest.mark.promise("it must gain more than noise, and more over the next steps than moving costs")
+@pytest.mark.promise(
+    "the plan must gain more than noise, and more over the next steps than moving costs"
+)
 def test_moves_that_cost_more_than_they_save_are_not_made() -> None:
     assert Unit(plain(), [SKEWED], terms=replace(TERMS, replica_s=100.0)).run() == {}
 
@@ -168,7 +173,9 @@ def test_a_flip_is_counted_under_the_placement_that_it_made() -> None:
     assert len(unit.flips) == 1
 
 
-@pytest.mark.promise("it must gain more than noise, and more over the next steps than moving costs")
+@pytest.mark.promise(
+    "the plan must gain more than noise, and more over the next steps than moving costs"
+)
 def test_noise_moves_nothing() -> None:
     """Each interval another expert is hot by chance; over the window no expert is."""
     unit = Unit(plain(), [[10] * NUM_EXPERTS], noise=1.0)

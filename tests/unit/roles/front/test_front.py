@@ -300,8 +300,8 @@ def test_the_end_says_where_a_request_was_worked_on() -> None:
 
 
 @pytest.mark.promise(
-    "Each attempt there goes to RETRYING, is prefilled elsewhere with the tokens "
-    "already streamed, and its stream continues."
+    "Each attempt on that unit goes to RETRYING, is prefilled elsewhere with the "
+    "tokens already streamed, and its stream continues."
 )
 def test_a_lost_decode_unit_costs_only_time() -> None:
     made = decoding(front(), max_tokens=9)

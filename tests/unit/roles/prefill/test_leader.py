@@ -266,7 +266,8 @@ def test_the_same_message_twice_is_one_request() -> None:
 
 
 @pytest.mark.promise(
-    "Its first message (FrontUp, a new epoch) makes the leaders free everything they held."
+    "Its first message (FrontUp, a new epoch) makes the leaders free all blocks and "
+    "slots of the earlier front."
 )
 def test_a_new_front_finds_nothing_left() -> None:
     unit = prefill_leader()

@@ -293,7 +293,7 @@ def test_ranks_of_prefill_are_those_of_its_first_unit() -> None:
 
 
 @pytest.mark.promise(
-    "the published figures stand in one table (lab/sim/day/result.PUBLISHED) that is only printed"
+    "the published figures are in one table (lab/sim/day/result.PUBLISHED), which is only printed"
 )
 def test_the_published_day_stands_beside_its_own_preset_only() -> None:
     assert written()["published"] == {}
