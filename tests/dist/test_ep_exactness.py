@@ -158,8 +158,8 @@ FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 
 
 @pytest.mark.promise(
-    "Rounding therefore depends on neither width, placement, mode nor arrival order: "
-    "with the same kernels the results are the same bits."
+    "Rounding therefore depends on neither width (number of ranks), placement, mode "
+    "nor arrival order: with the same kernels the results are the same bits."
 )
 @pytest.mark.more("test_ep_model and tests/unit/model hold it without a server")
 @pytest.mark.slow("a server of each width")

@@ -332,7 +332,7 @@ def test_a_rollout_costs_no_token(deployed: Deployed) -> None:
     assert {name: after[name] - before[name] for name in units} == dict.fromkeys(units, 1)
 
 
-@pytest.mark.promise("takes them over with their streams and starts nothing anew")
+@pytest.mark.promise("takes the running units over with their streams and starts nothing anew")
 @FAULT
 def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew(
     deployed: Deployed,
@@ -359,8 +359,8 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew
 
 
 @pytest.mark.promise(
-    "If nodes are missing after place_timeout_s, the start ends with a sentence on "
-    "what the cluster has."
+    "If nodes are missing after place_timeout_s, the start ends with an error that "
+    "says what the cluster has."
 )
 @FAULT
 def test_what_finds_no_nodes_ends_with_what_the_cluster_has(deployed: Deployed) -> None:

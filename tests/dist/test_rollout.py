@@ -134,8 +134,8 @@ def test_another_tokenizer_or_shape_is_refused(two_units: Server, tmp_path: Path
 
 
 @pytest.mark.promise(
-    "A new unit that does not come up ends the rollout there, and the old ones go on: "
-    "hadal rollout --model OLD leads back."
+    "If a new unit does not come up, the rollout ends there and the remaining old "
+    "units go on: hadal rollout --model OLD restores the old weights."
 )
 @pytest.mark.more("unit tests of the fleet have rollouts that stop")
 @pytest.mark.slow("units are replaced twice")

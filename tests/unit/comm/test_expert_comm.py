@@ -130,8 +130,8 @@ def run(
 
 
 @pytest.mark.promise(
-    "Rounding therefore depends on neither width, placement, mode nor arrival order: "
-    "with the same kernels the results are the same bits."
+    "Rounding therefore depends on neither width (number of ranks), placement, mode "
+    "nor arrival order: with the same kernels the results are the same bits."
 )
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dispatch_format", ["fp32", "fp8", "fp8_pow2"])

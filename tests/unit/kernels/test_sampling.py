@@ -255,8 +255,8 @@ def test_a_row_is_the_same_alone_and_with_others(
 
 
 @pytest.mark.promise(
-    "A draft is right if and only if the sampler draws that very token at its seed, index"
-    " and logits."
+    "A draft is right if and only if the sampler draws the same token at that seed, "
+    "index and logits."
 )
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_of_a_slot_are_drawn_while_the_next_was_fed_what_was_drawn(seed: int) -> None:

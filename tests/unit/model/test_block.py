@@ -54,8 +54,8 @@ def test_overlapped_is_sequential_to_the_bit(
 
 
 @pytest.mark.promise(
-    "Rounding therefore depends on neither width, placement, mode nor arrival order: "
-    "with the same kernels the results are the same bits."
+    "Rounding therefore depends on neither width (number of ranks), placement, mode "
+    "nor arrival order: with the same kernels the results are the same bits."
 )
 @pytest.mark.parametrize("name", ["plain", "all_moe", "deep"])
 @pytest.mark.parametrize("dispatch_format", ["fp32", "fp8", "fp8_pow2"])

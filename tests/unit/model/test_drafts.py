@@ -276,8 +276,8 @@ def sometimes(seed: int) -> Iterator[int]:
 
 
 @pytest.mark.promise(
-    "A draft is right if and only if the sampler draws that very token at its seed, index"
-    " and logits."
+    "A draft is right if and only if the sampler draws the same token at that seed, "
+    "index and logits."
 )
 @pytest.mark.slow("five requests decoded five times")
 @pytest.mark.parametrize("seed", seeds(1, 2, 10))

@@ -422,8 +422,8 @@ def test_what_an_old_unit_holds_is_waited_for() -> None:
 
 
 @pytest.mark.promise(
-    "A new unit that does not come up ends the rollout there, and the old ones go on: "
-    "hadal rollout --model OLD leads back."
+    "If a new unit does not come up, the rollout ends there and the remaining old "
+    "units go on: hadal rollout --model OLD restores the old weights."
 )
 def test_a_rollout_stops_at_a_new_unit_that_does_not_come_up_and_a_second_one_heals_it() -> None:
     driver = RollingOut(1, 3)

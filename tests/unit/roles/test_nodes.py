@@ -190,8 +190,8 @@ def test_what_ran_on_a_lost_node_is_over_with_a_reason() -> None:
 
 
 @pytest.mark.promise(
-    "when its messages arrive again, it ends its processes and receives what to run; "
-    "earlier messages are dropped"
+    "when its messages arrive again, it ends its processes and receives the list of "
+    "processes to run; earlier messages are dropped"
 )
 def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() -> None:
     book = Book().up(0, 1)

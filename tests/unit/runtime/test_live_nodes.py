@@ -106,7 +106,7 @@ def test_groups_are_asked_for_whole_and_given_back(world: World) -> None:
     assert world.wire.sent[2:] == [told], "its node was given back"
 
 
-@pytest.mark.promise("takes them over with their streams and starts nothing anew")
+@pytest.mark.promise("takes the running units over with their streams and starts nothing anew")
 def test_what_another_supervisor_left_is_found_before_anything_is_done_about_it() -> None:
     leader = ProcessNews("decode-0", 7, 70, address=Address(7, "tcp://10.0.0.1:7"))
     later = ProcessNews("decode-0", 8, 80, address=Address(8, "tcp://10.0.0.2:8"))

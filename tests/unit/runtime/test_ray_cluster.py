@@ -177,8 +177,8 @@ def test_an_autoscaler_hears_of_all_nodes_while_groups_are_asked_for_one_by_one(
 
 
 @pytest.mark.promise(
-    "If nodes are missing after place_timeout_s, the start ends with a sentence on "
-    "what the cluster has."
+    "If nodes are missing after place_timeout_s, the start ends with an error that "
+    "says what the cluster has."
 )
 def test_nodes_that_others_have_are_asked_for_again_and_again(
     played: PlayedRay, provider: RayNodeProvider
@@ -223,7 +223,7 @@ def test_an_autoscaler_that_cannot_be_told_is_told_later(
     assert played.floors == [[CPU_2]]
 
 
-@pytest.mark.promise("takes them over with their streams and starts nothing anew")
+@pytest.mark.promise("takes the running units over with their streams and starts nothing anew")
 def test_the_next_supervisor_finds_the_run_and_the_one_before_gives_nothing_back(
     played: PlayedRay, provider: RayNodeProvider, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

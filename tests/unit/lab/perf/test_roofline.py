@@ -198,7 +198,7 @@ def test_longer_contexts_and_more_requests_take_longer(
 
 
 @pytest.mark.promise(
-    "Every curve is smooth and grows with its inputs, so a whole request or token more "
+    "Every curve is smooth and grows with its inputs, so one more request or token "
     "never makes a step cheaper."
 )
 def test_there_is_no_cliff() -> None:

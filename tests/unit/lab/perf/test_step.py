@@ -21,7 +21,7 @@ NEVER_CHEAPER = 1.0 + 1e-12
 
 
 @pytest.mark.promise(
-    "Every curve is smooth and grows with its inputs, so a whole request or token more "
+    "Every curve is smooth and grows with its inputs, so one more request or token "
     "never makes a step cheaper."
 )
 @settings(derandomize=True)
@@ -80,7 +80,7 @@ def test_imbalance_never_helps(batch: int, kv: float, by: float, ranks: int) -> 
 
 
 @pytest.mark.promise(
-    "Every curve is smooth and grows with its inputs, so a whole request or token more "
+    "Every curve is smooth and grows with its inputs, so one more request or token "
     "never makes a step cheaper."
 )
 def test_small_batches_are_monotone_too() -> None:
