@@ -117,7 +117,7 @@ async def end_in_every_way(server: Server, batches: OpenAI) -> None:
         await asyncio.to_thread(wait_ended, batches, batch_id)
 
 
-@pytest.mark.promise("`hadal_output_tokens_total` is the ledger's output tokens, to the token")
+@pytest.mark.promise("hadal_output_tokens_total equals the ledger's output tokens, to the token")
 @pytest.mark.more("requests time out after a minute; unit tests hold each end in `make test`")
 @pytest.mark.slow("requests time out, and a unit is started again")
 def test_metric_and_ledger_agree_to_the_token(server: Server, batches: OpenAI) -> None:

@@ -215,7 +215,7 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
     assert not list(folder.glob("*.outbox"))
 
 
-@pytest.mark.promise("facts wait in the outbox, a SQLite file beside it that all gateways share")
+@pytest.mark.promise("facts wait in the outbox, a SQLite file that all gateways share")
 @pytest.mark.more("tests of the writer hold it for databases that are down or hang")
 @pytest.mark.slow("the lock is waited for, and a gateway starts anew")
 def test_a_database_that_hangs_and_a_gateway_that_dies(

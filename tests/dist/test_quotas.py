@@ -114,8 +114,8 @@ def budgeted(
     "can cost, beside all running requests"
 )
 @pytest.mark.promise(
-    "The sum that is written is not more than the budget: for running requests, the "
-    "most that they can cost is reserved."
+    "The written charges of a day do not exceed the budget: for each running request, "
+    "the most that it can cost is reserved."
 )
 @LIVE
 @pytest.mark.parametrize("budgeted", ["sqlite", "postgresql"], indirect=True)

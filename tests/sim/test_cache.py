@@ -128,7 +128,7 @@ def test_an_agent_finds_all_full_blocks_of_what_was_said(
     assert set(world.found.values()) == {0}
 
 
-@pytest.mark.promise("a disk that is full, slow or failing loses blocks, not time")
+@pytest.mark.promise("a full, slow or failing disk costs cached blocks, but no time")
 @pytest.mark.slow("worlds of chats with disks that fail")
 def test_a_bad_disk_is_counted_and_breaks_nothing() -> None:
     faults = DiskFaults(load_rate=0.2, damage_rate=0.2, store_rate=0.2, drop_rate=0.2)

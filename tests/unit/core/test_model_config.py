@@ -143,7 +143,7 @@ def test_what_only_one_of_the_family_has() -> None:
 
 
 @pytest.mark.promise(
-    "A file of V3.2 that goes by V3's model_type is known by its index_topk and served as V3.2"
+    "A V3.2 config.json with V3's model_type is recognised by its index_topk and served as V3.2"
 )
 @pytest.mark.parametrize(
     "named",
@@ -259,8 +259,8 @@ def test_a_quantisation_that_another_file_tells_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(
-    "A GGUF file or folder, a name on the Hub, AWQ, GPTQ, bitsandbytes, MLX and other families are"
-    " refused with what to take instead."
+    "A GGUF file or folder, a name on the Hub, AWQ, GPTQ, bitsandbytes, MLX and other "
+    "families are refused with a hint what to use instead."
 )
 def test_folders_in_other_formats(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")

@@ -212,9 +212,7 @@ def test_one_value_under_another_name() -> None:
     assert parse_model_config({**v32, "mlp_layer_types": kinds}, "f").first_k_dense_replace == 5
 
 
-@pytest.mark.promise(
-    "compressed-tensors' `float-quantized` with strategy `block` is read as the FP8 that it is"
-)
+@pytest.mark.promise("compressed-tensors' float-quantized with strategy block is read as FP8, too")
 def test_blocks_of_compressed_tensors_are_fp8() -> None:
     config = parse_model_config({**V3, "quantization_config": BLOCKS}, "f")
     assert (config.weight_block_size, config.scale_names) == ((128, 128), ("weight_scale",))

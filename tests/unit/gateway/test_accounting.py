@@ -277,8 +277,8 @@ async def test_what_never_was_a_generation_is_no_fact(
 
 
 @pytest.mark.promise(
-    "A tenant is an API key. Its name is the one in its keys file, or t- and ten hex "
-    "digits, which are a hash of a hash of the key."
+    "A tenant is an API key. Its name is the one in the keys file; a key without a "
+    "name there gets t- and ten hex digits, which are a hash of a hash of the key."
 )
 async def test_tenants_have_names_that_are_no_secret(model: ServedModel) -> None:
     async with booked(model, spell(model, "abc"), keys=("key-one", "key-two")) as (it, sink):
@@ -312,7 +312,7 @@ async def test_a_lost_unit_is_a_retry_and_no_second_bill(model: ServedModel) -> 
     assert fact.tokens_out == 40
 
 
-@pytest.mark.promise("`hadal_output_tokens_total` is the ledger's output tokens, to the token")
+@pytest.mark.promise("hadal_output_tokens_total equals the ledger's output tokens, to the token")
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("end", ["504", "422", "cancelled"])
 async def test_tokens_of_a_request_that_ends_early_are_counted_as_they_are_billed(

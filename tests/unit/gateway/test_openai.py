@@ -363,7 +363,7 @@ def test_sampling() -> None:
 
 @pytest.mark.promise(
     "temperature, top_p, top_k and the ids that end a reply come from "
-    "generation_config.json where a request does not say otherwise"
+    "generation_config.json unless the request sets them"
 )
 @pytest.mark.parametrize(
     ("fields", "top_k"), [({}, 20), ({"top_k": None}, 20), ({"top_k": 5}, 5), ({"top_k": 0}, 0)]

@@ -121,7 +121,7 @@ async def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -
 
 
 @pytest.mark.promise(
-    "Until that is read, the tenant gets 503, and where there is no ledger a budget is an error."
+    "Until they are read, the tenant gets 503. Without a ledger, a budget is an error."
 )
 async def test_keys_come_and_go_and_models_are_their_own(model: ServedModel) -> None:
     async with world(model, spell(model, "abc"), keys=("a", "b")) as of:

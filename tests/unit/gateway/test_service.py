@@ -123,7 +123,7 @@ def test_greedy_model(tmp_path: Path) -> None:
 
 @pytest.mark.promise(
     "temperature, top_p, top_k and the ids that end a reply come from "
-    "generation_config.json where a request does not say otherwise"
+    "generation_config.json unless the request sets them"
 )
 @pytest.mark.parametrize(
     ("content", "sampling", "eos_ids"),
@@ -319,7 +319,7 @@ def test_choices_of_a_prompt_share_its_names_and_prompts_have_their_own(model: S
 
 @pytest.mark.promise("Each API key is a tenant that shares nothing with others")
 @pytest.mark.promise(
-    "Equal names mean equal text from the first token on, under one model, of one tenant."
+    "Equal names mean equal text from the first token on, for one model and one tenant."
 )
 @pytest.mark.promise(
     "cache_salt in a request (up to 256 characters, as vLLM's) keeps a tenant's own users"

@@ -40,8 +40,8 @@ def test_salts_differ_and_stay() -> None:
 
 
 @pytest.mark.promise(
-    "A tenant is an API key. Its name is the one in its keys file, or t- and ten hex "
-    "digits, which are a hash of a hash of the key."
+    "A tenant is an API key. Its name is the one in the keys file; a key without a "
+    "name there gets t- and ten hex digits, which are a hash of a hash of the key."
 )
 def test_names_differ_stay_and_tell_nothing() -> None:
     salts = [salt_of(key) for key in (b"", b"one", b"two")]

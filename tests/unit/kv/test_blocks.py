@@ -74,7 +74,9 @@ def test_freeing_what_is_not_owned_is_a_bug(block: int, owner: str) -> None:
         blocks.free((block,), owner)
 
 
-@pytest.mark.promise("A named block without owners stays and is found until its space is needed.")
+@pytest.mark.promise(
+    "A named block without owners stays in memory, and is found, until its space is needed."
+)
 def test_a_named_block_outlives_its_owner_and_is_found() -> None:
     blocks = BlockAllocator(6)
     chain = chain_of("a", "b", "c")
@@ -119,7 +121,9 @@ def test_a_block_is_acquired_once_by_each_if_it_has_a_name_or_an_owner() -> None
         blocks.acquire((held[0] + 1 if held[0] < 3 else 1,), 4)
 
 
-@pytest.mark.promise("A named block without owners stays and is found until its space is needed.")
+@pytest.mark.promise(
+    "A named block without owners stays in memory, and is found, until its space is needed."
+)
 def test_eviction_takes_the_end_of_a_text_first() -> None:
     blocks = BlockAllocator(7)
     old, new = chain_of("a", "b", "c"), chain_of("x", "y", "z")

@@ -62,7 +62,7 @@ def test_what_no_waiting_helps_is_the_requests_own_fault(wanted: tuple[int, int,
 
 
 @pytest.mark.promise(
-    "Until that is read, the tenant gets 503, and where there is no ledger a budget is an error."
+    "Until they are read, the tenant gets 503. Without a ledger, a budget is an error."
 )
 def test_a_budget_whose_past_is_not_known_lets_nothing_in() -> None:
     refusal = refuse(replace(VIEW, spent_pico_usd=None), 1, 1, 1)

@@ -71,7 +71,8 @@ def test_quantiles_and_errors_of_every_line(connection: sa.Connection, number: i
 
 
 @pytest.mark.promise(
-    "The same fact twice counts once. Another fact under a known id is refused, logged and counted"
+    "A fact that arrives twice counts once. A different fact with the id of a stored "
+    "one is refused, logged and counted"
 )
 def test_said_again_a_fact_counts_once(connection: sa.Connection) -> None:
     facts = random_facts(3, 100)
@@ -81,7 +82,8 @@ def test_said_again_a_fact_counts_once(connection: sa.Connection) -> None:
 
 
 @pytest.mark.promise(
-    "The same fact twice counts once. Another fact under a known id is refused, logged and counted"
+    "A fact that arrives twice counts once. A different fact with the id of a stored "
+    "one is refused, logged and counted"
 )
 @pytest.mark.parametrize(
     "change",

@@ -435,7 +435,9 @@ def test_a_request_that_fills_no_block_costs_no_message(prompt: int, num_steps: 
     assert drive.unit.blocks.num_named == 0
 
 
-@pytest.mark.promise("An answer that a client broke off counts as far as it was delivered.")
+@pytest.mark.promise(
+    "If the client disconnects, the blocks of the delivered part of the answer are found."
+)
 def test_a_client_that_left_leaves_what_was_delivered() -> None:
     message = request(prompt=100)
     drive = Drive(offering(), message)

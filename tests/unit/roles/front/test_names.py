@@ -16,7 +16,7 @@ ROOT = root_of(b"f0")
 
 
 @pytest.mark.promise(
-    "Equal names mean equal text from the first token on, under one model, of one tenant."
+    "Equal names mean equal text from the first token on, for one model and one tenant."
 )
 def test_a_chain_names_the_full_blocks_and_grows_with_the_output() -> None:
     request = msgspec.structs.replace(generation(prompt=130), salt=b"s")
@@ -67,7 +67,7 @@ def test_without_a_cache_there_are_no_names() -> None:
 
 
 @pytest.mark.promise(
-    "Equal names mean equal text from the first token on, under one model, of one tenant."
+    "Equal names mean equal text from the first token on, for one model and one tenant."
 )
 def test_another_fingerprint_is_another_name() -> None:
     request = NAMES.named(generation(prompt=64))

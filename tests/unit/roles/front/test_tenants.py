@@ -77,8 +77,8 @@ def test_a_quota_that_is_changed_keeps_what_was_had() -> None:
 
 
 @pytest.mark.promise(
-    "The sum that is written is not more than the budget: for running requests, the "
-    "most that they can cost is reserved."
+    "The written charges of a day do not exceed the budget: for each running request, "
+    "the most that it can cost is reserved."
 )
 def test_a_budget_waits_for_the_ledger_and_is_kept_to_the_last() -> None:
     made = front_with(Quota("t", day_pico_usd=100))
@@ -96,7 +96,7 @@ def test_a_budget_waits_for_the_ledger_and_is_kept_to_the_last() -> None:
     assert not ask(made, DAY_S / 2 + 1.0, "f", most=75).final, "another day"
 
 
-@pytest.mark.promise("A charge counts once, known by its request's id")
+@pytest.mark.promise("A charge counts once, identified by its request's id")
 def test_a_charge_counts_once_whoever_says_it_and_whenever() -> None:
     made = front_with(Quota("t", day_pico_usd=100))
     made.handle(0.0, Charged("early", "t", DAY, 10))
@@ -167,8 +167,8 @@ def test_a_batch_s_line_is_put_aside_until_its_cost_is_said() -> None:
     "can cost, beside all running requests"
 )
 @pytest.mark.promise(
-    "The sum that is written is not more than the budget: for running requests, the "
-    "most that they can cost is reserved."
+    "The written charges of a day do not exceed the budget: for each running request, "
+    "the most that it can cost is reserved."
 )
 def test_no_order_of_requests_charges_and_new_starts_exceeds_a_budget() -> None:
     """Simulate a ledger, a front that dies at times, and a gateway that repeats its charges."""

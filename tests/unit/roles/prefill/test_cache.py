@@ -545,7 +545,7 @@ def test_without_room_nothing_is_copied_and_no_prompt_waits_for_it() -> None:
 
 @pytest.mark.promise(
     "A prompt that continues a text being copied waits for the copy, for a second at "
-    "most; no other prompt does."
+    "most. Other prompts do not wait."
 )
 def test_a_prompt_that_goes_on_from_a_copy_waits_for_it_but_not_long() -> None:
     unit = answered()

@@ -87,7 +87,7 @@ def test_it_has_a_limit_and_room_comes_back(path: Path) -> None:
     outbox.close()
 
 
-@pytest.mark.promise("facts wait in the outbox, a SQLite file beside it that all gateways share")
+@pytest.mark.promise("facts wait in the outbox, a SQLite file that all gateways share")
 def test_writers_share_it(path: Path) -> None:
     first, second = LedgerOutbox(path), LedgerOutbox(path)
     first.append(facts("a"))

@@ -39,8 +39,8 @@ def test_it_is_made_when_it_is_first_written(store: Store, tmp_path: Path) -> No
 
 
 @pytest.mark.promise(
-    "No request waits for it. It counts as kept when that commit is durable, or its "
-    "commit in the outbox is."
+    "No request waits for it. A fact counts as kept when that commit, or its commit "
+    "in the outbox, is durable."
 )
 def test_every_commit_is_flushed(store: Store) -> None:
     store.prepare()

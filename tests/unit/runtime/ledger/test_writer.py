@@ -115,8 +115,8 @@ def test_all_of_it_is_written_and_told(store: FakeStore, tmp_path: Path) -> None
 
 
 @pytest.mark.promise(
-    "No request waits for it. It counts as kept when that commit is durable, or its "
-    "commit in the outbox is."
+    "No request waits for it. A fact counts as kept when that commit, or its commit "
+    "in the outbox, is durable."
 )
 def test_a_fact_is_told_kept_only_when_it_is(store: FakeStore) -> None:
     kept = Kept()
@@ -134,7 +134,8 @@ def test_a_fact_is_told_kept_only_when_it_is(store: FakeStore) -> None:
 
 
 @pytest.mark.promise(
-    "The same fact twice counts once. Another fact under a known id is refused, logged and counted"
+    "A fact that arrives twice counts once. A different fact with the id of a stored "
+    "one is refused, logged and counted"
 )
 def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
     writer = writer_of(store, Kept())
@@ -147,7 +148,7 @@ def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture)
     assert "different values, which stay: b" in caplog.text
 
 
-@pytest.mark.promise("facts wait in the outbox, a SQLite file beside it that all gateways share")
+@pytest.mark.promise("facts wait in the outbox, a SQLite file that all gateways share")
 def test_while_the_database_is_down_facts_wait_on_disk(
     store: FakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -217,7 +217,7 @@ def test_a_wrong_place_is_a_miss(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.promise("a disk that is full, slow or failing loses blocks, not time")
+@pytest.mark.promise("a full, slow or failing disk costs cached blocks, but no time")
 @pytest.mark.promise(
     "reads and writes get an error within their deadline, missing blocks are "
     "computed, and one line is logged for each cause"
@@ -306,7 +306,7 @@ def test_a_deleted_folder_is_a_miss_and_made_again_when_there_is_something_to_ke
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.promise("a disk that is full, slow or failing loses blocks, not time")
+@pytest.mark.promise("a full, slow or failing disk costs cached blocks, but no time")
 def test_more_than_the_queue_holds_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,8 @@ def lease_of(first: int, num_blocks: int, version: int = 0) -> KvLease:
 
 
 @pytest.mark.promise(
-    "A lease names its reader: a grant goes beside the message that passes a lease on"
+    "A lease names its reader: a grant (proof of the lease) is sent with the message "
+    "that passes a lease on"
 )
 def test_a_part_of_a_lease_is_pulled_under_the_whole_ones_grant() -> None:
     leader, rank = Grants(SECRET, "decode-0"), Grants(SECRET, "decode-0.1")

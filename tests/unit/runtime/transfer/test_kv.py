@@ -222,7 +222,7 @@ def test_a_killed_puller_leaves_nothing_at_the_owner(handover: str) -> None:
 
 
 @pytest.mark.promise(
-    "Shared memory if both ends see the same file of it, else NIXL if both have it, else TCP"
+    "shared memory if both ends can map the same file, else NIXL if both have it, else TCP"
 )
 def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool: KvPool) -> None:
     with Peer("owner", RUN, "auto", "127.0.0.1", NUM_BLOCKS) as owner:
@@ -248,7 +248,7 @@ def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool
 
 
 @pytest.mark.promise(
-    "Shared memory if both ends see the same file of it, else NIXL if both have it, else TCP"
+    "shared memory if both ends can map the same file, else NIXL if both have it, else TCP"
 )
 @NEEDS_NIXL
 def test_auto_falls_back_to_tcp_where_one_end_has_no_nixl(

@@ -198,7 +198,8 @@ def outcome(server: KvServer, ask: PullChunks, name: str = "decode-0") -> str:
 
 
 @pytest.mark.promise(
-    "A lease names its reader: a grant goes beside the message that passes a lease on"
+    "A lease names its reader: a grant (proof of the lease) is sent with the message "
+    "that passes a lease on"
 )
 def test_blocks_are_served_under_a_lease_that_names_the_reader(
     server: KvServer, pool: KvPool
