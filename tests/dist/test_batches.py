@@ -387,8 +387,8 @@ def struck(server: Server, tenant: str, strike: Callable[[], Server]) -> None:
 
 
 @pytest.mark.promise(
-    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
-    "and is charged once"
+    "So after kill -9 of the gateway or of all processes, each custom_id is once in "
+    "the output and is charged once"
 )
 @LIVE
 def test_nothing_is_lost_or_done_twice_when_the_gateway_is_killed(server: Server) -> None:
@@ -400,8 +400,8 @@ def test_nothing_is_lost_or_done_twice_when_the_gateway_is_killed(server: Server
 
 
 @pytest.mark.promise(
-    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
-    "and is charged once"
+    "So after kill -9 of the gateway or of all processes, each custom_id is once in "
+    "the output and is charged once"
 )
 @LIVE
 def test_nothing_is_lost_or_done_twice_when_all_are_killed(

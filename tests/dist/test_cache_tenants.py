@@ -136,8 +136,8 @@ def chat(
 
 
 @pytest.mark.promise(
-    '"cache_salt": "public" shares what a chat\'s leading system messages leave behind, in'
-    " whole blocks, with everybody who sends the same and says so too"
+    '"cache_salt": "public" shares the KV of a chat\'s leading system messages, in '
+    "whole blocks, with all tenants that send the same messages and the same field"
 )
 def test_a_public_system_prompt_is_shared(server: Server) -> None:
     """Its blocks are shared, and none of the user's message."""

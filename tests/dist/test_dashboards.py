@@ -152,8 +152,8 @@ def test_promtool_takes_rules_and_configuration() -> None:
 
 
 @pytest.mark.promise(
-    "each with what to do and with a test in which it fires and one in which it does not "
-    "(promtool test rules)"
+    "Each says what to do, and has a test in which it fires and one in which it does "
+    "not (promtool test rules)."
 )
 @pytest.mark.needs("promtool")
 def test_every_alert_fires_and_stays_silent() -> None:

@@ -52,7 +52,7 @@ def cases() -> list[Case]:
     "Batching, chunking, preemption, KV transfer, caches, widths, placements and "
     "retries affect when a token is generated, never which token."
 )
-@pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
+@pytest.mark.promise("Greedy output equals a plain single-request loop over the reference model")
 @pytest.mark.parametrize("chunk_tokens", [64, pytest.param(4096, marks=pytest.mark.full)])
 def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> None:
     server = borrow(chunk_tokens=chunk_tokens)
@@ -64,7 +64,7 @@ def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> No
     "The latest request of the tenant with the most blocks is preempted: the front "
     "requeues it, and it is prefilled again later."
 )
-@pytest.mark.promise("admission and preemption that lose nothing")
+@pytest.mark.promise("admission, and preemption that loses no token")
 @OTHER_WAY
 def test_preemption(borrow: StartServer) -> None:
     # All need one more block before they end, and the pool has room for only a few without it.

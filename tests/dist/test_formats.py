@@ -182,7 +182,7 @@ def chat(server: Server, body: dict[str, Any], content: str = PROMPT) -> dict[st
     return choice
 
 
-@pytest.mark.promise("A model that thinks does so freely first: the format begins behind </think>.")
+@pytest.mark.promise("Reasoning is not constrained: the format begins after </think>.")
 def test_a_chat_thinks_first_and_answers_in_its_format(server: Server) -> None:
     small = {"type": "integer", "minimum": 0, "maximum": 99}
     schema = closed(sum=small, sure={"type": "boolean"})

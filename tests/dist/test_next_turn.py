@@ -28,7 +28,7 @@ def chats() -> list[Chat]:
     return everyday_chats(NUM_CHATS, seed=7, num_turns=NUM_TURNS)
 
 
-@pytest.mark.promise("a chat's next turn computes what is new in it")
+@pytest.mark.promise("a chat's next turn computes only its new text")
 @pytest.mark.parametrize(
     "name", ["one_rank", "ranks", pytest.param("tcp", marks=pytest.mark.more("hand-over by TCP"))]
 )

@@ -46,7 +46,8 @@ def twofold(mortal: StartServer, keys_file: Path) -> Server:
 
 
 @pytest.mark.promise(
-    "Quotas are kept by the front, over all gateways, and answered 429 with retry-after."
+    "The front (router) checks quotas over all gateways, and a request above one gets "
+    "429 with retry-after."
 )
 @pytest.mark.promise(
     "within three seconds or so all gateways, those on other hosts too, admit a new "

@@ -222,7 +222,7 @@ def test_ranks_that_no_leader_takes_over_are_ended_and_started_again(struck: Ser
     wait_until(lambda: is_whole(struck), "all ranks are counted")
 
 
-@pytest.mark.promise("its status is 200 as long as both roles have a rank that lives")
+@pytest.mark.promise("its status is 200 as long as both roles have a living rank")
 @OTHERS
 def test_health_names_dead_ranks(struck: Server) -> None:
     def health() -> tuple[int, str, list[str]]:

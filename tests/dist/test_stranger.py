@@ -218,7 +218,9 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(networked: Server) -> None
     assert [ask(server, number) for number in range(10, 14)] == wanted
 
 
-@pytest.mark.promise("One secret a deployment, drawn at start, stands in its 0600 run file")
+@pytest.mark.promise(
+    "Each deployment has one secret, drawn at start and stored in its 0600 run file"
+)
 @pytest.mark.more("a server of its own, for a look at its files")
 def test_the_secret_is_nowhere_but_in_the_run_file(networked: Server) -> None:
     server = networked

@@ -23,7 +23,7 @@ NUMBERS = itertools.count()
 
 
 @pytest.mark.promise(
-    "Overload is a 429 for the tenant that overloads, and a tenant alone may use everything."
+    "The tenant that causes the overload gets 429. A tenant that is alone may use all capacity."
 )
 @pytest.mark.parametrize(
     "name",

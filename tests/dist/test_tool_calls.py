@@ -197,8 +197,8 @@ def asked(request: pytest.FixtureRequest, requests: Asked) -> Asked:
 
 
 @pytest.mark.promise(
-    "With strict the arguments are held to the tool's schema as well, under auto from the"
-    " mark on that begins calls."
+    "With strict the arguments are constrained by the tool's schema, too; under auto, "
+    "from the control token that begins calls."
 )
 @SERVED
 @pytest.mark.parametrize("drafts", [1, 3] if FULL else [2])

@@ -177,7 +177,8 @@ def run_drawn(seed: int) -> Watch:
 
 
 @pytest.mark.promise(
-    "what they were served over their weights differs by no more than 2 max(L, 2 M) and that burst"
+    "their services, divided by weight, differ by no more than 2 max(L, 2 M) plus "
+    "limits.burst_tokens"
 )
 @pytest.mark.campaign("more worlds")
 @pytest.mark.slow("fifty worlds at `more`")

@@ -46,7 +46,7 @@ def test_ranks_come_and_go(seed: int) -> None:
     run_seed(seed, ranked_world)
 
 
-@pytest.mark.promise("admission and preemption that lose nothing")
+@pytest.mark.promise("admission, and preemption that loses no token")
 @pytest.mark.campaign("more seeds")
 @pytest.mark.slow("worlds in which most requests are preempted")
 def test_preemption_loses_nothing() -> None:

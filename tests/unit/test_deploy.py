@@ -183,7 +183,10 @@ def test_compose_starts_a_server_that_can_run() -> None:
     assert HADAL["read_only"]
 
 
-@pytest.mark.promise("SIGTERM lets streams finish, a wrong deployment (exit 2) is not tried again")
+@pytest.mark.promise(
+    "SIGTERM lets streams finish; after an error in the deployment (exit 2) systemd "
+    "does not restart the server"
+)
 def test_the_unit_of_systemd_fits_its_command() -> None:
     options, found = unit_options(), unit()
     assert options["api_keys_file"]

@@ -56,8 +56,8 @@ def test_promises() -> None:
 
 
 @pytest.mark.promise(
-    "--rate 1,2,4 are open loads: requests come at exponential gaps, whether others "
-    "are done or not."
+    "--rate 1,2,4 sets open loads, in requests/s: requests are sent at exponential "
+    "gaps, whether or not earlier ones have finished."
 )
 def test_a_rate_is_kept_and_its_gaps_are_chance() -> None:
     times = list(Level("rate", 5.0).arrivals(np.random.default_rng(1), None, 2000.0, 10**9))
@@ -140,9 +140,7 @@ RUN = LevelRun(
 )
 
 
-@pytest.mark.promise(
-    "Their times count from when they were due, so that a client that is late hides nothing."
-)
+@pytest.mark.promise("Their times count from when they were due, so a late client hides nothing.")
 def test_a_level_counts_what_was_answered_and_what_was_answered_in_time() -> None:
     found = level_summary(RUN, parse_promises("ttft=200ms,tpot=200ms"))
     assert (found["num_sent"], found["num_done"], found["num_stopped"]) == (3, 2, 1)

@@ -51,7 +51,7 @@ def write(folder: Path, recordings: list[Recording]) -> str:
 
 
 @pytest.mark.promise(
-    "exit code 0: every decision the same, in the same order; 1: which was the first that is not"
+    "exit code 0: all decisions are the same, in the same order; 1: prints the first difference"
 )
 def test_the_same(recordings: list[Recording], tmp_path: Path) -> None:
     folder = write(tmp_path, recordings)
@@ -69,7 +69,7 @@ def test_the_same(recordings: list[Recording], tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(
-    "exit code 0: every decision the same, in the same order; 1: which was the first that is not"
+    "exit code 0: all decisions are the same, in the same order; 1: prints the first difference"
 )
 @pytest.mark.promise(
     "the recorded ones, byte for byte, or the replay ends and names the difference"

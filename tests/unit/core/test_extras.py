@@ -50,7 +50,7 @@ def test_the_package_names_the_same() -> None:
     assert len(project["dependencies"]) <= 19
 
 
-@pytest.mark.promise("This much serves the API")
+@pytest.mark.promise("Without extras it serves the API.")
 def test_what_serves_needs_no_extra() -> None:
     rooms = MAY_IMPORT.keys() - {room for room in MAY_IMPORT if room.partition("/")[0] in HOUSES}
     modules = [

@@ -168,7 +168,7 @@ def asked_of(fact: RequestFact) -> str:
     return fact.request_id.rpartition("-")[0]
 
 
-@pytest.mark.promise("Servers may share a ledger, not batches")
+@pytest.mark.promise("Servers may share a ledger, but not the store of batches")
 def test_servers_that_share_a_ledger_share_no_batches(tmp_path: Path) -> None:
     ledger = str(tmp_path / "ledger.sqlite")
     places = {batches_url("auto", ledger, port) for port in (8000, 8100)}
@@ -184,8 +184,8 @@ async def test_without_a_ledger_there_are_none(model: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
-    "and is charged once"
+    "So after kill -9 of the gateway or of all processes, each custom_id is once in "
+    "the output and is charged once"
 )
 async def test_an_answer_that_was_written_unheard_is_charged(
     model: ServedModel, tmp_path: Path
@@ -226,8 +226,8 @@ async def test_a_write_that_outlives_its_line_is_charged(
 
 
 @pytest.mark.promise(
-    "So after kill -9 of the gateway or of all, each custom_id stands once in the output "
-    "and is charged once"
+    "So after kill -9 of the gateway or of all processes, each custom_id is once in "
+    "the output and is charged once"
 )
 async def test_what_the_ledger_never_heard_is_charged_by_the_next_life(
     model: ServedModel, tmp_path: Path
@@ -485,7 +485,7 @@ async def test_a_fault_in_one_line_is_that_line_s_alone(
 
 @pytest.mark.promise(
     "While the store is down, /v1/files and /v1/batches answer 503 and running lines "
-    "wait; the store is tried again."
+    "wait until it works again."
 )
 async def test_a_store_that_is_down_at_the_start_is_waited_for(
     model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -282,8 +282,8 @@ def num_public(
 
 
 @pytest.mark.promise(
-    '"cache_salt": "public" shares what a chat\'s leading system messages leave behind, in'
-    " whole blocks, with everybody who sends the same and says so too"
+    '"cache_salt": "public" shares the KV of a chat\'s leading system messages, in '
+    "whole blocks, with all tenants that send the same messages and the same field"
 )
 @pytest.mark.parametrize("template", [TEMPLATE, HOISTING])
 def test_what_is_public_is_bos_and_the_leading_system_messages(folder: Path, template: str) -> None:

@@ -259,7 +259,7 @@ def test_a_chat_is_as_the_model_learnt_it(
 
 
 @pytest.mark.promise(
-    "What tools answer, and what clients write about them, never becomes a control token."
+    "Results of tools, and texts of clients about them, never become control tokens."
 )
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_a_user_types_steers_nothing(

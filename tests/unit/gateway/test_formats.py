@@ -70,8 +70,8 @@ def test_a_schema_that_no_text_satisfies_is_refused(
 
 
 @pytest.mark.promise(
-    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more "
-    "than 0.25 s of a core to look at."
+    "A schema of more than 64 KiB or 64 levels, or one that takes more than 0.25 s of "
+    "a core to check, is a 400, too."
 )
 @pytest.mark.parametrize("schema", [unanchored(14), intersections(8)], ids=["regex", "product"])
 def test_what_takes_too_long_to_look_at_is_refused(
@@ -84,7 +84,7 @@ def test_what_takes_too_long_to_look_at_is_refused(
     formats.text(AnswerFormat("short", closed(a={})), follows_reasoning=False)
 
 
-@pytest.mark.promise("A model that thinks does so freely first: the format begins behind </think>.")
+@pytest.mark.promise("Reasoning is not constrained: the format begins after </think>.")
 @pytest.mark.parametrize("thinking", [True, False])
 async def test_what_ranks_are_asked(model: ServedModel, thinking: bool) -> None:
     service = Service(model, LimitsConfig(), FrontNames(CacheConfig(), "f0"))

@@ -62,7 +62,7 @@ def test_whole() -> None:
     "/health has one of the states starting, ready, degraded or draining, and names "
     "the missing units, ranks and gateways"
 )
-@pytest.mark.promise("its status is 200 as long as both roles have a rank that lives")
+@pytest.mark.promise("its status is 200 as long as both roles have a living rank")
 def test_a_unit_and_a_rank_are_missing() -> None:
     code, fields = seen(
         DEPLOYMENT, {"prefill": {"prefill-1": 1}, "decode": {"decode-0": 3}}, load("decode-0", 3, 2)
@@ -86,7 +86,7 @@ def test_a_gateway_is_missing() -> None:
     assert seen(deployment, units, gateways=("gateway", "gateway-1"))[1]["status"] == "ready"
 
 
-@pytest.mark.promise("its status is 200 as long as both roles have a rank that lives")
+@pytest.mark.promise("its status is 200 as long as both roles have a living rank")
 @pytest.mark.parametrize("decode", [{"decode-0": 0}, {}])
 def test_nothing_to_serve_with(decode: dict[str, int]) -> None:
     units = {**WHOLE, "decode": decode}

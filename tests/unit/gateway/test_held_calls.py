@@ -150,8 +150,8 @@ def choosings(draw: st.DrawFn) -> Choosing:
 
 
 @pytest.mark.promise(
-    "With strict the arguments are held to the tool's schema as well, under auto from the"
-    " mark on that begins calls."
+    "With strict the arguments are constrained by the tool's schema, too; under auto, "
+    "from the control token that begins calls."
 )
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @given(choosing=choosings(), seed=st.integers(0, 2**30), thinks=st.booleans())
@@ -179,8 +179,8 @@ def test_forced_calls_are_right_whatever_is_drawn(
 
 
 @pytest.mark.promise(
-    "With strict the arguments are held to the tool's schema as well, under auto from the"
-    " mark on that begins calls."
+    "With strict the arguments are constrained by the tool's schema, too; under auto, "
+    "from the control token that begins calls."
 )
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @given(choosing=choosings(), seed=st.integers(0, 2**30), before=st.text(max_size=5))

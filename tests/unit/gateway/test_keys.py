@@ -122,7 +122,7 @@ def keys_file(folder: Path, *lines: str) -> Path:
 
 
 @pytest.mark.promise(
-    "hadal keys add prints the key, this once: 256 random bits. The file has its SHA-256"
+    "hadal keys add prints the key, 256 random bits, only this once. The file has its SHA-256"
 )
 def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "# ours", "sk-old priority")

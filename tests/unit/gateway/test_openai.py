@@ -60,8 +60,8 @@ def completion(**fields: Any) -> Any:
 
 
 @pytest.mark.promise(
-    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more "
-    "than 0.25 s of a core to look at."
+    "A schema of more than 64 KiB or 64 levels, or one that takes more than 0.25 s of "
+    "a core to check, is a 400, too."
 )
 @pytest.mark.promise("The 400 for a refused field names it and says what to send instead.")
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ async def test_what_fails_beside_the_streams_begins_again(
 
 @pytest.mark.promise(
     "While the store is down, /v1/files and /v1/batches answer 503 and running lines "
-    "wait; the store is tried again."
+    "wait until it works again."
 )
 async def test_batches_come_when_their_database_does(model: ServedModel, tmp_path: Path) -> None:
     folder = tmp_path / "later"

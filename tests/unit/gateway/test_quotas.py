@@ -53,7 +53,8 @@ async def test_every_reply_of_a_tenant_with_a_quota_says_what_is_left(
 
 
 @pytest.mark.promise(
-    "Quotas are kept by the front, over all gateways, and answered 429 with retry-after."
+    "The front (router) checks quotas over all gateways, and a request above one gets "
+    "429 with retry-after."
 )
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
@@ -90,7 +91,8 @@ async def test_quotas_hold_in_every_format(
 
 
 @pytest.mark.promise(
-    "Quotas are kept by the front, over all gateways, and answered 429 with retry-after."
+    "The front (router) checks quotas over all gateways, and a request above one gets "
+    "429 with retry-after."
 )
 async def test_more_than_it_may_have_is_a_429_for_it_alone(model: ServedModel) -> None:
     keys = ("a requests=2", "b")

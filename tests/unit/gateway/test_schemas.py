@@ -25,8 +25,8 @@ def wide(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.promise(
-    "A 400 is also a schema of more than 64 KiB or 64 levels, or one that takes more "
-    "than 0.25 s of a core to look at."
+    "A schema of more than 64 KiB or 64 levels, or one that takes more than 0.25 s of "
+    "a core to check, is a 400, too."
 )
 @pytest.mark.parametrize(
     ("schema", "said"),

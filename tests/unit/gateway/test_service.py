@@ -339,8 +339,8 @@ def test_tenants_and_their_users_share_no_name(model: ServedModel) -> None:
 
 
 @pytest.mark.promise(
-    '"cache_salt": "public" shares what a chat\'s leading system messages leave behind, in'
-    " whole blocks, with everybody who sends the same and says so too"
+    '"cache_salt": "public" shares the KV of a chat\'s leading system messages, in '
+    "whole blocks, with all tenants that send the same messages and the same field"
 )
 @pytest.mark.parametrize("num_words", [0, 20, 100, 300])
 def test_public_shares_exactly_the_full_blocks_of_the_system_messages(

@@ -257,7 +257,9 @@ def test_a_call_that_is_none_is_shown_without_its_marks(vocabulary: Vocabulary) 
         assert read(vocabulary, V31, ids) == Read(content="weather, please", finish="stop")
 
 
-@pytest.mark.promise("A call that the limit cuts off before its name is complete is nothing.")
+@pytest.mark.promise(
+    "A call that the limit cuts off before its name is complete is left out of the reply."
+)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_no_mark_is_said_wherever_a_reply_is_cut_off(
     vocabulary: Vocabulary, format: ToolFormat
@@ -388,7 +390,7 @@ def test_the_format_follows_from_tokens_and_template() -> None:
 
 
 @pytest.mark.promise(
-    "What tools answer, and what clients write about them, never becomes a control token."
+    "Results of tools, and texts of clients about them, never become control tokens."
 )
 def test_a_conversation_with_calls_and_results(vocabulary: Vocabulary, chat: ChatFormat) -> None:
     turns = [
@@ -487,7 +489,7 @@ def test_calls_of_a_chat_that_began_elsewhere_have_the_model_s_ids() -> None:
 
 
 @pytest.mark.promise(
-    "What tools answer, and what clients write about them, never becomes a control token."
+    "Results of tools, and texts of clients about them, never become control tokens."
 )
 def test_tools_follow_the_system_prompt_where_the_template_lists_none(
     vocabulary: Vocabulary, chat: ChatFormat
@@ -566,7 +568,7 @@ def test_a_reply_goes_on_from_a_reasoning() -> None:
             chat.prompt([Turn("user", "a")], Rendering(reasoning="Two"), max_tokens=9999)
 
 
-@pytest.mark.promise("A model that has none of these tokens is not offered tools: a 400 says so.")
+@pytest.mark.promise("With a model that has none of these tokens, a request with tools is a 400.")
 def test_a_model_that_was_not_taught_says_so(tmp_path: Path) -> None:
     vocabulary = vocabulary_of([BOS, EOS])
     with closing(

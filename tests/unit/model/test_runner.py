@@ -142,7 +142,7 @@ def run_all(
     "Batching, chunking, preemption, KV transfer, caches, widths, placements and "
     "retries affect when a token is generated, never which token."
 )
-@pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
+@pytest.mark.promise("Greedy output equals a plain single-request loop over the reference model")
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_tokens_are_the_plain_loops(peers: dict[str, Peer], seed: int) -> None:
     peer, rng = peers["yarn_odd"], random.Random(seed)

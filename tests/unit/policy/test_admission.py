@@ -41,7 +41,7 @@ def test_a_request_that_need_not_wait_passes_a_full_queue() -> None:
 
 
 @pytest.mark.promise(
-    "Overload is a 429 for the tenant that overloads, and a tenant alone may use everything."
+    "The tenant that causes the overload gets 429. A tenant that is alone may use all capacity."
 )
 def test_a_tenant_alone_may_have_all_and_leaves_another_its_share() -> None:
     assert admit(AdmissionView(False, 0, 0, 12, 0.0, num_wanted=12)) is None

@@ -31,7 +31,7 @@ def turns(waiting: list[tuple[str, float]], served: str = "", **held: int) -> st
     return "".join(tenant for tenant, _ in order)
 
 
-@pytest.mark.promise("the next is one of the tenant that was served least, over its weight")
+@pytest.mark.promise("the next request is one of the tenant that was served least, over its weight")
 def test_whoever_was_served_least_is_next() -> None:
     waiting = [(tenant, 1.0) for tenant in "aaaaabbc"]
     assert turns(waiting) == "abcabaaa"
@@ -136,7 +136,8 @@ def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one_request(
 
 
 @pytest.mark.promise(
-    "what they were served over their weights differs by no more than 2 max(L, 2 M) and that burst"
+    "their services, divided by weight, differ by no more than 2 max(L, 2 M) plus "
+    "limits.burst_tokens"
 )
 def test_two_that_wait_all_the_time_are_served_alike_to_the_bound() -> None:
     """Serve two tenants on `slots` requests; each request draws a token per step."""

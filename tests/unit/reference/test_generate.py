@@ -23,7 +23,7 @@ def test_kept_latents_change_nothing(weights: ModelWeights) -> None:
     assert torch.allclose(torch.cat(parts), whole, atol=1e-4)
 
 
-@pytest.mark.promise("greedy output equals a plain single-request loop over the reference model")
+@pytest.mark.promise("Greedy output equals a plain single-request loop over the reference model")
 def test_greedy_by_recomputing_everything(weights: ModelWeights) -> None:
     text = [5, 17, 80]
     for token in generate(weights, text.copy(), 25):

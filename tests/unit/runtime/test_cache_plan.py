@@ -84,7 +84,7 @@ def test_a_folder_that_can_never_be_is_refused(folder: str, why: str) -> None:
         planned(folder=folder)
 
 
-@pytest.mark.promise("they are for their owner alone (0600, in a folder made 0700)")
+@pytest.mark.promise("Only their owner can read them (0600, in a folder made 0700).")
 def test_a_start_makes_the_folder_for_its_owner_alone(tmp_path: Path) -> None:
     make_cache_folder("")
     make_cache_folder(str(tmp_path / "kv"))

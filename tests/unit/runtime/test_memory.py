@@ -274,7 +274,8 @@ def test_experts_that_do_not_divide_say_which_number_would(v3: ModelConfig) -> N
 
 
 @pytest.mark.promise(
-    "What does not fit is refused before anything is loaded, with what would make it fit."
+    "A deployment that does not fit is refused before anything is loaded, and the "
+    "error says what would make it fit."
 )
 def test_a_rank_that_does_not_fit_its_gpu_says_by_how_much() -> None:
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -187,7 +187,7 @@ def test_the_same_size_is_told_everywhere(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.promise(
-    "The size is decided once, at the start, so a unit that starts again has the same."
+    "The size is decided once, at the start, so a restarted unit has the same size."
 )
 def test_a_decided_size_stays_whatever_is_free_later(monkeypatch: pytest.MonkeyPatch) -> None:
     free_here(monkeypatch, 1 << 30)

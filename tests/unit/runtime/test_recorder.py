@@ -90,7 +90,7 @@ def test_every_call_is_written_at_once(folder: Path) -> None:
     assert recording.calls[2:] == (Call(3.0, (Cancel("a", 0),), (), "KeyError: 'gone'"),)
 
 
-@pytest.mark.promise("it is written for its owner alone")
+@pytest.mark.promise("only its owner can read it")
 def test_it_is_for_its_owner_and_holds_no_secret(folder: Path) -> None:
     recorded(Role(), "front", MADE, "run", DEPLOYMENT)
     (path,) = folder.iterdir()

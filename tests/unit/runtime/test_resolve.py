@@ -197,7 +197,8 @@ def test_too_little_shared_memory_says_what_to_do() -> None:
 
 
 @pytest.mark.promise(
-    "What does not fit is refused before anything is loaded, with what would make it fit."
+    "A deployment that does not fit is refused before anything is loaded, and the "
+    "error says what would make it fit."
 )
 @pytest.mark.parametrize(
     ("there_bytes", "remedy"),

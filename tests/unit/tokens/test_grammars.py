@@ -61,8 +61,8 @@ def text_of(tokens: list[int]) -> str:
 
 
 @pytest.mark.promise(
-    "The sampler draws only tokens after which the text can still become what the schema "
-    "allows, and an end only where it is complete"
+    "The sampler draws only tokens after which the text can still become valid under "
+    "the schema, and an end only where the text is complete"
 )
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_texts_drawn_at_random_are_valid(grammars: Grammars, name: str) -> None:
@@ -217,8 +217,8 @@ def test_a_name_is_not_hidden_in_escapes(
 
 
 @pytest.mark.promise(
-    "The sampler draws only tokens after which the text can still become what the schema "
-    "allows, and an end only where it is complete"
+    "The sampler draws only tokens after which the text can still become valid under "
+    "the schema, and an end only where the text is complete"
 )
 def test_it_ends_where_the_text_may_end_alone(grammars: Grammars) -> None:
     number = Follower(grammar({"type": "integer"}), [])
@@ -330,7 +330,7 @@ def test_a_token_need_not_be_the_encoders_own(grammars: Grammars) -> None:
     assert {b"n", b"number"} <= words
 
 
-@pytest.mark.promise("A model that thinks does so freely first: the format begins behind </think>.")
+@pytest.mark.promise("Reasoning is not constrained: the format begins after </think>.")
 def test_a_reasoning_comes_first(grammars: Grammars) -> None:
     asked = grammar({"type": "object"}, CLOSE)
     rows = allowed(grammars, Follower(asked, []), [50, CLOSE, *ids("\n{")])

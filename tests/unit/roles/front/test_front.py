@@ -131,7 +131,7 @@ def of_tenant(name: str, tenant: str, **options: Any) -> Submit:
 
 
 @pytest.mark.promise(
-    "Overload is a 429 for the tenant that overloads, and a tenant alone may use everything."
+    "The tenant that causes the overload gets 429. A tenant that is alone may use all capacity."
 )
 def test_a_tenant_that_fills_the_queue_leaves_another_its_share() -> None:
     made = front(max_running=1, max_queued=6)

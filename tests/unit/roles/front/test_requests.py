@@ -49,7 +49,7 @@ def of_tenant(membership: FrontRequests, name: str, tenant: str, arrived_s: floa
     return membership.add(made, 100.0)
 
 
-@pytest.mark.promise("the next is one of the tenant that was served least, over its weight")
+@pytest.mark.promise("the next request is one of the tenant that was served least, over its weight")
 def test_next_is_one_of_the_tenant_that_units_work_least_for() -> None:
     membership = FrontRequests()
     for number in range(4):

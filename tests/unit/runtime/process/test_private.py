@@ -136,7 +136,9 @@ def test_what_killed_supervisors_left_is_removed(
     }
 
 
-@pytest.mark.promise("One secret a deployment, drawn at start, stands in its 0600 run file")
+@pytest.mark.promise(
+    "Each deployment has one secret, drawn at start and stored in its 0600 run file"
+)
 def test_a_deployments_secret_is_drawn_or_read_and_never_short(tmp_path: Path) -> None:
     assert len(_secret(None)) == 32
     assert _secret(None) != _secret(None)

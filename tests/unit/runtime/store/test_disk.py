@@ -284,7 +284,7 @@ def test_a_segment_that_is_of_no_use_is_said_to_take_room(
     assert "delete it" in told
 
 
-@pytest.mark.promise("they are for their owner alone (0600, in a folder made 0700)")
+@pytest.mark.promise("Only their owner can read them (0600, in a folder made 0700).")
 def test_prompts_are_for_their_owner_alone(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with host(folder) as one:

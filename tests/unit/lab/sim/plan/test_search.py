@@ -31,7 +31,8 @@ def test_the_best_is_simulated_and_kept() -> None:
 
 
 @pytest.mark.promise(
-    "If the plan misses its SLO, the planner assumes less of that hardware and searches again."
+    "If the plan misses its SLO, the planner aims at a stricter SLO on that hardware "
+    "and searches again."
 )
 def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate the first plan; later results pretend a TPOT 25 % longer than planned."""

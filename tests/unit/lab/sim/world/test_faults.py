@@ -108,7 +108,9 @@ def busy() -> Requests:
     return requests(1, 90, 60.0, tokens_out=50)
 
 
-@pytest.mark.promise("ranks, nodes, units and disks fail at given times; any interval can be read")
+@pytest.mark.promise(
+    "Ranks, nodes, units and disks fail at given times. Results of any interval can be read"
+)
 def test_a_rank_dies_and_its_unit_goes_on_without_it() -> None:
     for unit in ("decode-0", "prefill-0"):
         fault = RanksDie(1.0, unit, (3,), form_s=0.5, back_s=3.0)
@@ -210,7 +212,9 @@ def test_a_slow_rank_makes_the_steps_of_its_unit_slower_and_no_other_s() -> None
     assert step_s("decode-0", 1.05, 1.3) == pytest.approx(step_s("decode-1", 1.05, 1.3), rel=0.02)
 
 
-@pytest.mark.promise("ranks, nodes, units and disks fail at given times; any interval can be read")
+@pytest.mark.promise(
+    "Ranks, nodes, units and disks fail at given times. Results of any interval can be read"
+)
 def test_a_lost_disk_costs_what_it_had() -> None:
     asked = cached(requests(7, 200, 100.0), 0.6)
     faults = WorldFaults(disks=tuple(DiskLost(0.5, 1.0, f"prefill-{index}") for index in range(2)))

@@ -27,7 +27,9 @@ def reading(log: WorldLog, begin_s: float = 0.0, end_s: float = 10.0) -> Reading
     )
 
 
-@pytest.mark.promise("ranks, nodes, units and disks fail at given times; any interval can be read")
+@pytest.mark.promise(
+    "Ranks, nodes, units and disks fail at given times. Results of any interval can be read"
+)
 def test_steps_count_for_the_part_that_lies_inside() -> None:
     log = WorldLog()
     log.steps[DECODE] += [
