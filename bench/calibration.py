@@ -102,12 +102,13 @@ python -m bench.calibration --write                                             
 - *set on it*: a constant of the model was set on this value.
 - *hold-out*: neither. No constant and no curve was fitted to a hold-out.
 
-Two choices of form were made with some hold-outs in view:
+Two choices of the model's form were made when some hold-outs were known:
 
-- Padding of grouped GEMM scales to other hardware with HBM, not with SMs (H20 and the silicon rows of B200 and GB200).
-- Prefill within one NVLink domain needs no groups on nodes (C10).
+- The padding of grouped GEMM on other hardware is scaled by HBM bandwidth instead of the number of SMs (H20 and the
+  silicon rows of B200 and GB200).
+- Prefill within one NVLink domain does not keep expert groups on nodes (C10).
 
-InferSim's errors are its own on the same point, where it was run on it.
+The InferSim column has the error of InferSim's prediction for the same point, if InferSim was run on it.
 """
 
 

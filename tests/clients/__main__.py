@@ -97,9 +97,9 @@ python -m tests.clients --only openai --url http://127.0.0.1:8000
 python -m tests.clients --write               # writes this page, too
 ```
 
-Each client has an environment of its own ([tests/clients](../tests/clients/__main__.py)). The scripts are Hadal's. The
-suites (llm-comply, openai-python's tests) are others'; openai-python's tests use every field of its API, and some are
-not served (audio, images, stored chats)."""
+Each client has an environment of its own ([tests/clients](../tests/clients/__main__.py)). The scripts are part
+of Hadal; the suites (llm-comply, openai-python's tests) are third-party. The tests of openai-python use every field of
+OpenAI's API, and Hadal does not serve some of them (audio, images, stored chats)."""
 """Text of docs/clients.md above its tables."""
 
 

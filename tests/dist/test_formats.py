@@ -198,7 +198,7 @@ def test_a_chat_thinks_first_and_answers_in_its_format(server: Server) -> None:
 
 
 @pytest.mark.promise(
-    "An answer that satisfies the schema by itself stays as it is, token by token."
+    "If the answer without a schema would satisfy it, the constrained answer has the same tokens."
 )
 def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> None:
     """hadal-tiny answers a sum with a number, which is JSON. The prompt is text, because a chat's

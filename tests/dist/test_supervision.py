@@ -234,7 +234,7 @@ def test_every_line_of_a_json_log_is_an_object(json_server: Server) -> None:
 
 
 @pytest.mark.promise(
-    "Any child ends with the supervisor from its first line on, before it imports anything"
+    "Any child ends with the supervisor, even before the child has imported anything"
 )
 @pytest.mark.promise("the fork server removes its run folder and shared memory at once")
 def test_an_answer_and_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:

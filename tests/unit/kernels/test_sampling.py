@@ -172,7 +172,7 @@ def test_masked_rows_equal_their_twin_and_draw_what_is_allowed(kind: str, vocabu
 
 
 @pytest.mark.promise(
-    "An answer that satisfies the schema by itself stays as it is, token by token."
+    "If the answer without a schema would satisfy it, the constrained answer has the same tokens."
 )
 def test_a_mask_that_allows_what_is_drawn_changes_nothing() -> None:
     """Mask all but the drawn token: log-probabilities stay, too; they ignore masks."""

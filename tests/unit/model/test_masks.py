@@ -43,7 +43,7 @@ def draw(
 
 
 @pytest.mark.promise(
-    "An answer that satisfies the schema by itself stays as it is, token by token."
+    "If the answer without a schema would satisfy it, the constrained answer has the same tokens."
 )
 def test_slots_with_a_grammar_and_without_stand_side_by_side() -> None:
     """Mix slots: those without a grammar draw what they draw alone, the others what theirs allows."""

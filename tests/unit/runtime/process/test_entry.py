@@ -31,7 +31,7 @@ time.sleep(600)
 
 
 @pytest.mark.promise(
-    "Any child ends with the supervisor from its first line on, before it imports anything"
+    "Any child ends with the supervisor, even before the child has imported anything"
 )
 def test_a_child_that_still_imports_ends_with_its_killed_supervisor(tmp_path: Path) -> None:
     (tmp_path / "slow_to_import.py").write_text(SLOW)
