@@ -1,8 +1,8 @@
 """Input of a micro-batch's forward pass: packed tokens, their positions, and the location of their
 KV.
 
-Shapes: T packed tokens, B requests, M blocks of a request, P blocks, L layers, S tokens of a block,
-D values of an entry, R rotated.
+Shapes: T packed tokens, B decode rows, M blocks of a request, P blocks, L layers, S tokens of a
+block, D values of an entry, R rotated.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Batch of one token per request."""
+    """Batch of one token per row. A request with drafts to verify has several rows."""
 
     cache_PLSD: Tensor
     tokens_B: Tensor

@@ -3,8 +3,8 @@ orders them.
 
 Each op reads the results of earlier ops from the state and adds its own; `OPS` lists them by their
 names in overlap/plan. A dense layer has no gate, no experts and no exchange: its network runs as
-`shared`. Without a `comm` all experts are local, and dispatch and combine do nothing. A rank
-without tokens computes nothing, but joins every exchange.
+`shared`. Without a `comm` all experts are local, and nothing is exchanged. With one, a rank without
+tokens still joins every exchange and computes the experts of the rows that it receives.
 
 Shapes: T tokens, D hidden, H heads, K chosen experts, N rows received, M pairs of a received row
 and a local expert slot.
@@ -84,7 +84,7 @@ def attn_in(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 
 def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """Attend and project back into the residual stream."""
+    """Attend, add the result to the residual stream, and norm the feed-forward part's input."""
     if not len(state.hidden_TD):
         return
     queries, entries_TD = state.queries, state.entries_TD

@@ -58,8 +58,8 @@ class KvCache:
         is_staged: bool | None = None,
     ) -> None:
         """`buffer`: writable memory of at least num_blocks * block_bytes, kept alive by the caller
-        and not zeroed here. `num_layers`: None means the model's; pass one more if its MTP module
-        drafts. `is_staged`: the cache has its own memory, on `device`, and `buffer` is the pool for
+        and not zeroed here. `num_layers`: None means the model's; pass one more if there is an MTP
+        module. `is_staged`: the cache has its own memory, on `device`, and `buffer` is the pool for
         publish and fetch. None: True unless `device` is the CPU. Raises ValueError if `buffer` is
         too small or if num_blocks is below 2.
         """

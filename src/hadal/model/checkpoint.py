@@ -1,7 +1,8 @@
 """A Hugging Face folder of safetensors, mapped into memory. Independent of the architecture.
 
 A tensor requested in its stored format is not copied: it consists of the files' pages, which all
-processes of a host share. Every defect raises a CheckpointError that names the file and the tensor.
+processes of a host share. Every defect found raises a CheckpointError that names the file or folder
+and, for a defect of a tensor, the tensor. Values of matrices are not checked.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Checkpoint:
 
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return an FP32 copy of a tensor that is not a matrix or must not be rounded. Raises
-        CheckpointError if it is absent, damaged, FP8 or of another shape.
+        CheckpointError if it is absent, damaged, of another shape, or not FP32, BF16 or FP16.
         """
         tensor = self._shaped(name, shape)
         if tensor.dtype == FP8:
@@ -94,7 +95,7 @@ class Checkpoint:
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """Return a weight in its stored format; FP16 becomes FP32. Raises CheckpointError if it is
-        absent, damaged or of another shape.
+        absent, damaged or of another shape or type, or if it is FP8 without valid scales.
         """
         values = self._shaped(name, shape)
         if values.dtype == FP8:

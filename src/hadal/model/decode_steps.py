@@ -1,4 +1,4 @@
-"""Decode steps of one rank: draw a token for every slot of its table, and verify and draft
+"""Decode steps of one rank: draw a token for every slot that does not rest, and verify and draft
 speculative tokens. Independent of requests and of the wire. A rank with peers also runs steps
 without rows, because all ranks of a unit step together.
 """
@@ -64,7 +64,7 @@ class DecodeSteps:
         self._device = model.cache.cache_PLSD.device
         self._is_prepared = False
         self._lost_slots: set[int] = set()
-        """Slots with rows cleared by a failed step, until the leader sends their leave or join."""
+        """Slots that a failed step left without rows, until the leader sends a leave or join."""
         self._table = RankTable(max_slots, model.config.max_position_embeddings)
         self._drafter = None if module is None else Drafter(module, max_slots, num_drafts_max)
         self._new_sampler = new_sampler
@@ -148,8 +148,8 @@ class DecodeSteps:
         self._drafter.write(table.slots_B[rows], ends_B[rows], table_NM)
 
     def _clear_table(self) -> None:
-        """Write the missing MTP entries, then clear the table and with it the record of missing
-        entries. Unwritten entries make drafts worse, but change no token.
+        """Write the missing MTP entries, then clear the table: a later join assumes that they are
+        written. Unwritten entries make drafts worse, but change no token.
         """
         table = self._table
         table.rest(())

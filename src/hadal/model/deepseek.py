@@ -1,10 +1,10 @@
 """DeepSeek-V3: embedding, layers and head, over one rank's weights and KV cache.
 
 Depends on chunks and block tables, not on requests: batches, block allocation and sampling are
-decided elsewhere. With a `comm` the experts are spread over the unit's ranks. All ranks then make
-every call together, with the same schedule and number of micro-batches, even ranks without tokens.
+decided elsewhere. With a `comm` the experts are spread over the unit's ranks. All ranks then run
+the layers together, with the same schedule and number of micro-batches, even without tokens.
 
-Shapes: T tokens, B requests, M blocks of a request, V vocabulary, D hidden, N chunks that need
+Shapes: T tokens, B decode rows, M blocks of a request, V vocabulary, D hidden, N chunks that need
 logits.
 """
 

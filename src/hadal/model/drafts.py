@@ -4,13 +4,14 @@ written, and the drafts that the next step verifies.
 The module's entry at a position is computed from the token there and the model's hidden state of
 the position before (eq. 21 of DeepSeek-V3, arXiv 2412.19437). At a block's first position that
 state is zero: so a block depends only on its own and earlier text and can be found by its name.
-Prefill writes the entries of the prompt's tokens. A decode rank stores the inputs of later entries
-by slot, and writes these entries before it drafts and when a block is full:
+Prefill writes the entries of the prompt's tokens, and of the first drawn token unless it begins a
+block. A decode rank stores the inputs of later entries by slot, and writes these entries before it
+drafts and when a block is full. By position, if one of two drafts is accepted:
 
-    step        t t d d         the last token, then its drafts, at successive positions
-    drawn       x x .           the accepted drafts, and one token more
-    entries         x x         of these tokens, from the hidden states of the positions before them
-    drafts            d d       new ones; their own entries are overwritten once the tokens are known
+    step        t d d           the last token, then its drafts
+    drawn         x x           the accepted drafts, and one token more
+    entries       x x           of these tokens, from the hidden states of the positions before them
+    drafts            d d       new ones; their entries are overwritten once the tokens are known
 
 A wrong or missing entry makes drafts worse but changes no output token. Shapes: S slots, N rows, K
 drafts, D hidden, M blocks of a row, P = 64 positions of a block.
@@ -44,8 +45,8 @@ class Drafter:
         self.drafts_SK: Ints = np.zeros((max_slots, num_drafts_max), np.int64)
         self.num_drafts_S: Ints = np.zeros(max_slots, np.int64)
         self.has_drafts = False
-        """False if no slot has drafts to verify; steps then skip the look-up. A resting slot keeps
-        its drafts.
+        """False: no slot has drafts to verify, so steps skip the look-up. True: some slot may have
+        some. A resting slot keeps its drafts.
         """
         self._module = module
         self._num_written_S: Ints = np.zeros(max_slots, np.int64)
@@ -57,7 +58,9 @@ class Drafter:
         self._hidden_SPD = torch.zeros((max_slots, BLOCK_TOKENS, hidden_size), device=device)
         """Hidden states of the positions before `_tokens_SP`; zeros where a block begins."""
         self._table: DraftTable | None = None
-        """View of the arrays above for the C++ kernels; None if they do not run on this device."""
+        """View of the arrays above for the C++ kernels; None if they are not built or the device
+        is no CPU.
+        """
         if device.type == "cpu" and library.load() is not None:
             self._table = DraftTable(
                 self.drafts_SK,
@@ -124,9 +127,9 @@ class Drafter:
         table_NM: Tensor,
         recorder: Recorder,
     ) -> None:
-        """Draft `num_drafts` tokens after each slot's last token, which is at `positions_N`. A slot
-        without space for that token's entry gets no drafts. All ranks of a unit make the same
-        number of passes, even without rows.
+        """Draft up to `num_drafts` tokens after each slot's last token, which is at `positions_N`:
+        fewer if the slot has no space for their entries, none without space for that token's. All
+        ranks of a unit make the same number of passes, even without rows.
         """
         self.num_drafts_S[slots_N] = 0
         self.has_drafts = num_drafts > 0 or bool(self.num_drafts_S.any())

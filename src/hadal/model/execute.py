@@ -32,7 +32,8 @@ from hadal.overlap.plan import (
 
 M = TypeVar("M")
 RunOp = Callable[[M, int, str], Interval | None]
-"""(micro-batch, layer, op) -> link interval of a finishing op's exchange; None if nothing was sent."""
+"""(micro-batch, layer, op) -> link interval if a finishing op's exchange sent anything; else None.
+"""
 
 LINK_OPS = {DISPATCH_FINISH: DISPATCH, COMBINE_FINISH: COMBINE}
 _STARTS = (DISPATCH_START, COMBINE_START)
@@ -62,7 +63,7 @@ class Recorder:
         self._seconds: dict[str, float] = {}
         self._start_s = 0.0
         self._link_free_s = 0.0
-        """Arrival time of the last exchange, seconds on `time.perf_counter`."""
+        """End of the last exchange on the link, seconds on `time.perf_counter`; 0 before one."""
 
     def begin(self, op: str) -> None:
         self._progress.is_waiting = op in LINK_OPS

@@ -8,10 +8,10 @@ layer's record in another thread while steps run, and `flip` swaps it in between
     background   | stage: reuse unchanged, fetch or read new replicas |                   | the next stage frees the old
     compute       step  step  step  step  step  step  step  step  step  | flip | step  step
 
-Independent of tokens; ranks occur only as sources in a Fetch. A record holds references: unchanged
-replicas are not copied. Replicas from the checkpoint are mapped from its files if weights are held in
-their stored format. Replicas from a peer need extra memory: the old ones are freed only when the next
-layer is staged.
+Independent of tokens; ranks occur only as sources in a Fetch and as rows of a flip. A record holds
+references: unchanged replicas are not copied. Replicas from the checkpoint are mapped from its
+files if weights are held in their stored format. Replicas from a peer need extra memory: the old
+ones are freed only when the next layer is staged.
 
 Shapes: L MoE layers, R ranks, S expert slots.
 """
@@ -106,8 +106,8 @@ class ExpertStore:
             for layer_slots, moe in zip(slots, moes, strict=True)
         ]
         self._lock = threading.Lock()
-        """Guards the next three fields. `_held` needs no lock: a record is read or replaced as one
-        reference.
+        """Lock for changes of the next three fields. `_held` needs none: a record is read or replaced
+        as one reference.
         """
         self._formation = 0
         self._staged: dict[int, tuple[int, _HeldLayer]] = {}
@@ -158,7 +158,8 @@ class ExpertStore:
     ) -> Staged:
         """Build the layer's record for a later flip. Experts that no peer provides are read from
         the checkpoint. `rest` is called before each new expert: it may wait, and may raise
-        Overtaken. Errors are returned in `Staged.error`; the layer's current record stays in force.
+        Overtaken. Errors are returned in `Staged.error`, except AcceleratorError, which is
+        raised; the layer's current record stays in force.
         """
         start_s = time.perf_counter()
         num_received = 0

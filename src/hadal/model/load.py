@@ -41,7 +41,7 @@ class Conversion:
     """Conversion of a stored matrix to its format in memory."""
 
     dtype: torch.dtype | None = None
-    """Data type in memory; None: the stored one."""
+    """Data type in memory; None: the stored one, but FP32 for FP8 in blocks without a kernel."""
     device: torch.device | str = "cpu"
     is_rounding_inputs: bool = False
 
@@ -75,12 +75,13 @@ def load_weights(
     advance: Advance = lambda done, of: None,
     config: ModelConfig | None = None,
 ) -> ModelWeights:
-    """Read the tensors that this rank needs from `folder`. Raises a CheckpointError that names file
-    and tensor. `with_mtp_experts` False: read the MTP module without experts; it then only writes
-    its KV. `advance` is called with the number of layers read and the number of all layers.
-    `slot_to_expert_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only
-    these are read. None: all experts, in order. If the array has no row for the MTP module, that
-    module gets all experts. `config`: parsed config.json of the folder; None: read it.
+    """Read the tensors that this rank needs from `folder`. Raises CheckpointError, and ConfigError
+    for config.json. `with_mtp_experts` False: read the MTP module without experts; it then only
+    writes its KV. `advance` is called before each MoE layer's experts are read, with the number of
+    layers before it and the model's number of layers. `slot_to_expert_LS`: the expert in each slot
+    of this rank, by MoE layer (EMPTY: none); only these are read. None: all experts, in order. If
+    the array has no row for the MTP module, `with_mtp_experts` decides between all its experts and
+    none. `config`: parsed config.json of the folder; None: read it.
     """
     config = read_model_config(folder) if config is None else config
     with Checkpoint(folder, config.weight_block_size, config.scale_names) as checkpoint:

@@ -48,7 +48,7 @@ class SlotMasks:
 
     @property
     def has_begun(self) -> bool:
-        """True from `begin` until `wait`: masks are being computed."""
+        """True if masks that `begin` started were neither waited for nor discarded."""
         return self._asked is not None
 
     def join(self, slot: int, grammar: Grammar, output: Sequence[int]) -> None:
@@ -70,7 +70,9 @@ class SlotMasks:
         self._asked = self._thread.submit(self._run, slots_B.copy(), num_B.copy(), fed_R.copy())
 
     def wait(self) -> RowMasks | None:
-        """Return the masks that `begin` started; None if none of its slots has a grammar."""
+        """Return the masks that `begin` started; None if none of its slots has a grammar, or if
+        none were started.
+        """
         asked, self._asked = self._asked, None
         return None if asked is None else asked.result()
 

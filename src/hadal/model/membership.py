@@ -39,7 +39,7 @@ class Membership:
         self._formation = 0
         self._lost_ranks: tuple[int, ...] = ()
         self._placement: Placement | None = None
-        """Placement in force; None before the first formation."""
+        """Placement in force; None before the first formation that succeeded."""
 
     def form(self, plan: FormPlan, model: DeepseekV3) -> Formed:
         """Join the plan's formation, load its new expert replicas and drop the old ones. Errors are

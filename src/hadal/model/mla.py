@@ -7,7 +7,7 @@ prefill of small models, and by tokens that see more than index_topk positions, 
 selects positions. The batch assigns tokens to requests.
 
 Shapes: T tokens, H heads, Q q_lora_rank, C latent, R rotated, N plain key dims, W value dims, J
-index heads, X index key, D cached = C+R, or C+R+X with an indexer, S positions seen, B requests, M
+index heads, X index key, D cached = C+R, or C+R+X with an indexer, S positions seen, B rows, M
 blocks of a request.
 """
 
@@ -245,7 +245,7 @@ def decode_core_attention(
     batch: DecodeBatch,
     layer_index: int,
 ) -> Tensor:
-    """Return absorbed attention of one token per request, o [B, H*W]. The token's own entry must
+    """Return absorbed attention of one token per row, o [B, H*W]. The token's own entry must
     already be in the cache.
     """
     seen = SeenEntries(

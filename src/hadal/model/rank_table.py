@@ -70,7 +70,7 @@ class RankTable:
         return self._slots, self._tokens, self._positions, self._rooms, self._blocks
 
     def rest(self, resting: Collection[int]) -> None:
-        """Exclude exactly these slots, and slots that drew a stop id, from the next step. Raises
+        """Exclude exactly these slots, and slots that drew a stop id, from the next pass on. Raises
         ValueError for a slot that is not occupied.
         """
         if not resting and not self._num_resting and not self._ended:

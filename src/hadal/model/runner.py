@@ -78,7 +78,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
         """Run a step or a FormPlan. After an error the leader returns all requests of the step to
         the router, otherwise only those in `failed`. Raises AcceleratorError if the device's
-        context is lost.
+        context is lost during a step.
         """
         if isinstance(plan, FormPlan):
             return self._form(plan)

@@ -1,8 +1,9 @@
 """Sampler of a rank: draws the next token of every row of a batch, with per-slot state in arrays.
 
 Independent of requests: a slot gets its sampling parameters at `join`. The draw at output index i
-depends only on (seed, i) and the row's logits, so batch composition, retries, preemption and drafts
-never change it. The rules of the draw are in `hadal.reference.sampling`.
+depends only on (seed, i), the row's logits, and the request's own parameters and tokens, so batch
+composition, retries, preemption and drafts never change it. The rules of the draw are in
+`hadal.reference.sampling`.
 
 Shapes: B slots, R rows of all slots, N drawn tokens, V vocabulary.
 """
@@ -43,13 +44,15 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tokens of one step, in order by slot. The last token of a slot in `failed` is invalid."""
+    """Tokens of one step, grouped by pass, then by slot. For a slot in `failed`, its last token of
+    the failed pass is invalid, and so are its tokens of later passes.
+    """
 
     tokens: np.ndarray
     num_B: np.ndarray
-    """Number of tokens that each slot drew."""
+    """Number of tokens that each slot drew, pass by pass."""
     rows: np.ndarray
-    """Row from which each token was drawn."""
+    """Row of its pass from which each token was drawn."""
     draws: dict[int, Draw] = field(default_factory=dict)
     """Index into `tokens` -> log-probabilities at that token, if requested."""
     failed: dict[int, str] = field(default_factory=dict)
