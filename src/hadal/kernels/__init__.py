@@ -1,1 +1,3 @@
-"""Fast ops, one per file, each with the name and signature of its slow twin in `hadal.reference`."""
+"""Fast C++ ops on a CPU, and their build. Most have a slow twin of their name in
+`hadal.reference`.
+"""

@@ -62,7 +62,7 @@ OnElapsed = Callable[[float], None]
 
 
 class BuildError(RuntimeError):
-    """Error: this machine has no library; the message has the reason and a remedy."""
+    """Error: there is no library as requested; the message has the reason."""
 
 
 class TimedOut(BuildError):
@@ -79,8 +79,8 @@ def instruction_set() -> str:
 
 
 def runs_plain() -> bool:
-    """Return True if every op runs in plain torch, by request or without a compiler. Raises
-    BuildError for an unknown value of HADAL_KERNELS.
+    """Return True if plain torch is requested or there is no compiler: every op then runs in plain
+    torch. Raises BuildError for an unknown value of HADAL_KERNELS.
     """
     if instruction_set() == PLAIN:
         return True
@@ -92,7 +92,7 @@ def runs_plain() -> bool:
 
 
 def check_asked(found: str) -> None:
-    """Raise BuildError unless the library's instruction set `found` is the requested one."""
+    """Raise BuildError unless the library's instruction set `found`, or BEST, is requested."""
     asked = instruction_set()
     if asked not in (BEST, found):
         raise BuildError(f"{KERNELS} is {asked!r}, and this processor gives {found}.")

@@ -77,8 +77,8 @@ def weighted_sum(
     out_TD: Tensor,
 ) -> None:
     """Set out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused
-    multiply-add each. `row_format`: "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if
-    shapes do not match.
+    multiply-add each. `row_format`: "fp32" or "bf16"; rows_PB without gaps. Raises ValueError for
+    another format, more than MAX_TOP_K rows of a token, or shapes that do not match.
     """
     num_tokens, hidden = out_TD.shape
     num_rows, top_k = rows_PB.shape[0], ids_TK.shape[1]

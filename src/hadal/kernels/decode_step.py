@@ -114,7 +114,9 @@ class DecodeStep:
         max_batch: int,
         num_threads: int | None = None,
     ) -> None:
-        """Raise ValueError if `available` is false for these weights or the cache does not match."""
+        """Raise ValueError if `available` is false for these weights, if `max_batch` is below 1, or
+        if the cache or a weight does not match the config.
+        """
         if not available(weights):
             raise ValueError(
                 "the step needs built kernels and weights on the CPU; ask available()."
@@ -231,7 +233,8 @@ class DraftStep:
         max_full: int | None = None,
     ) -> None:
         """`max_rows`: most rows per call; `max_full`: most rows that draft (None: all). Raises
-        ValueError if not `draft_available(weights)`, or if the cache has no layer for the module.
+        ValueError if not `draft_available(weights)`, if the cache has no layer for the module, or
+        if a number or a weight's shape is wrong.
         """
         module = weights.mtp
         if module is None or not draft_available(weights):

@@ -85,7 +85,9 @@ class _Tell:
 
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
-    """Return the library, or None if plain torch is requested or the library cannot be built."""
+    """Return the library; None if plain torch is requested, or if the library cannot be built or
+    is not of the requested instruction set.
+    """
     try:
         if instruction_set() == PLAIN:
             _log.info("HADAL_KERNELS=plain: every op runs in plain torch")

@@ -1,3 +1,3 @@
-"""Slow, plain torch twins of all kernels, with the same names and signatures; they define what a
-kernel computes.
+"""Slow, plain torch twins of the kernels, which define what a kernel computes; the types of
+weights; and the oracles of exactness tests.
 """

@@ -40,7 +40,7 @@ class SeenEntries:
     lengths_B: Tensor
     """Number of positions that each request sees, its new token included."""
     first: int = 0
-    """First position seen, 0 or 1: an MTP module has no entry at position 0."""
+    """First position seen, 0 or 1: an MTP module does not attend to position 0."""
 
 
 def mla_decode(

@@ -49,7 +49,9 @@ def dequantise(codes: Tensor, scale_inv: Tensor, block: tuple[int, int], out: Te
 
 
 def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return (codes, scale_inv) of [rows, columns]: a block's largest magnitude becomes 448."""
+    """Return (codes, scale_inv) of [rows, columns]: a block's largest magnitude, if at least 1e-4,
+    becomes 448.
+    """
     rows, columns = weight.shape
     bands, stripes = num_scales((rows, columns), block)
     padded = torch.zeros(bands * block[0], stripes * block[1], device=weight.device)

@@ -1,8 +1,9 @@
 """Reference definition of sampling: bias, penalties, masks, top-k, top-p, min-p, log-probabilities.
 
 Depends on slots, not on requests. `hadal.kernels.sampling` draws the same tokens; this runs where
-the kernels cannot. A row's draw depends only on its logits, its slot's numbers and its output
-index. Ties are not broken: top-k and top-p keep all tokens as likely as the last one kept.
+the kernels cannot. A row's draw depends only on its logits and mask, and its slot's parameters,
+history and output index. Ties are not broken: top-k and top-p keep all tokens as likely as the last
+one kept.
 
 To verify drafts (speculative tokens) a slot has several rows: the row of its last token, then a row
 per draft. It draws from the rows in order as long as each drawn token equals the next row's input
@@ -67,9 +68,9 @@ class SlotTable:
     bias: np.ndarray
     """Array of TOKEN_VALUE, concatenated over slots; each token is below V."""
     counts_SV: Tensor | None = None
-    """int32, count of each token in the output; None if no slot has a penalty."""
+    """int32, count of each token in the output; None until a slot has a penalty."""
     seen_SV: Tensor | None = None
-    """bool, True if the token is in prompt or output; None if no slot has a penalty."""
+    """bool, True if the token is in prompt or output; None until a slot has a penalty."""
 
 
 @dataclass(frozen=True)
