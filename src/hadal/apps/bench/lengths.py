@@ -91,8 +91,8 @@ class TraceLoad:
 
 
 def read_trace(path: Path, scale: float = 1.0) -> TraceLoad:
-    """Return the requests of Mooncake's .jsonl or .jsonl.gz, or Azure's .csv; lengths are multiplied
-    by `scale`. Raises ConfigError.
+    """Return the requests of Mooncake's .jsonl or Azure's .csv, gzipped or not; lengths are
+    multiplied by `scale`. Raises ConfigError.
     """
     name = path.name.lower()
     if not name.endswith((".jsonl", ".jsonl.gz", ".csv", ".csv.gz")):

@@ -76,8 +76,8 @@ class LevelRun:
     samples: list[Sample] = field(default_factory=list)
     num_open: int = 0
     elapsed_s: float = 0.0
-    """Time from the level's start to the last end (to now while it runs); of a completed rate level
-    at least its duration.
+    """Time from the level's start to the last end so far. For a completed rate level that did not
+    reach its number of requests, at least the level's duration.
     """
 
 
@@ -127,8 +127,9 @@ async def warm_up(
 async def run_level(
     client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, number: int, run: LevelRun
 ) -> None:
-    """Run level `number` until its duration or number of requests is reached. Samples are added to
-    `run` as requests start, so that they remain after a cancellation.
+    """Run level `number`: start requests until its duration, its number of requests or the trace
+    ends, then wait for open ones. Samples are added to `run` as requests start, so that they remain
+    after a cancellation.
     """
     rng = np.random.default_rng([plan.seed, number])
     asks, start_s = plan.asks(rng), time.monotonic()

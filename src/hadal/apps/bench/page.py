@@ -1,7 +1,7 @@
 """Page of `hadal bench`, made from bench.json alone.
 
-The words are in `results/templates/bench.html`; style and script are those of the daily report. A
-table on the page has the figures of every chart.
+Most words are in `results/templates/bench.html`; style and script are those of the daily report.
+Tables on the page repeat the main figures of the charts.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Sample:
     tokens_out: int | None = None
     tokens_cached: int | None = None
     error: str = ""
-    """Kind of the error; empty if the request succeeded."""
+    """Kind of the error; empty if there is none, or if the request has not ended."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def write(folder: Path, found: Mapping[str, Any]) -> list[Path]:
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
-    """Print two tables: throughput and latency."""
+    """Print tables of throughput and latency, errors and notes."""
     levels = rows(found, "levels")
     console.print(Text(f"{found['model'] or 'no model'} at {found['url']}", style="bold"))
     if not levels:

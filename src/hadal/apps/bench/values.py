@@ -2,8 +2,9 @@
 
     summary(...) -> {"url", "model", "levels": [{"name", "ttft_s": {"p50": ...}, ...}], ...}
 
-A failed request counts in `errors` only; a request stopped by Ctrl-C is not counted. Unknown values
-are None. Works on samples; does not depend on sockets.
+A failed request counts only in `num_sent`, `errors`, `late_s` and the base of `good_share`; one
+stopped by Ctrl-C counts only in `num_stopped`. Unknown values are None. Works on samples; does not
+depend on sockets.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ def level_summary(run: LevelRun, promises: Mapping[str, float]) -> dict[str, Any
 
 
 def _sum(done: Sequence[Sample], name: str) -> int | None:
-    """Return the field's sum over all requests; None if the server left it out of any."""
+    """Return the field's sum over all requests; None without any, or if the server left it out of
+    one.
+    """
     values = [getattr(sample, name) for sample in done]
     return sum(values) if values and all(isinstance(value, int) for value in values) else None
 

@@ -27,7 +27,7 @@ _MAX_AGAIN_S = 60.0
 
 
 class AskError(HadalError):
-    """Error: the gateway is unreachable or refuses; the text is for the user."""
+    """Error: the gateway is unreachable, refuses or breaks off; the text is for the user."""
 
     def __init__(
         self, message: str, status: int = 0, param: str = "", again_s: float | None = None
@@ -48,7 +48,7 @@ class _Models(msgspec.Struct):
 
 
 class Asking:
-    """Client of one gateway. `url`: without /v1."""
+    """Client of one gateway. `url`: with or without /v1."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -113,15 +113,17 @@ class ChatModel:
         self._key = ""
 
     async def knock(self, key: str) -> None:
-        """Use this key for later requests. Raises AskError if the gateway refuses it."""
+        """Use this key for later requests, unless AskError is raised: the gateway refuses it, or
+        does not answer.
+        """
         self.name = await self._asking.model(key)
         self._key = key
 
     async def answer(
         self, body: dict[str, Any], say: Callable[[str], None]
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of an answer; if the gateway is busy, retry after its Retry-After. `say`
-        shows a note during that wait. Raises AskError.
+        """Yield the events of an answer; if the gateway is busy, retry after its Retry-After, up to
+        _MAX_AGAIN times. `say` shows a note during that wait. Raises AskError.
         """
         for num_tries in itertools.count():
             try:

@@ -24,7 +24,7 @@ from hadal.apps.console.kept import PIECE_CHARS, KeptChats
 from hadal.apps.console.shell import Door, TopBar, head, icon_button
 
 _SHOW_S = 0.06
-"""Seconds between two updates of a running answer; users would not notice faster updates."""
+"""Least seconds between two updates of a running answer; users would not notice faster updates."""
 _SHOW_CHARS_PER_S = 50_000
 """Limit on shown characters per second: each update sends the whole text, so a long text is updated
 less often.
@@ -257,7 +257,7 @@ class ChatPage:
 
     async def ask(self, text: str) -> None:
         """Ask a question, unless an answer is running; if a conversation is being opened, ask it
-        there. If opening fails, or another page is getting an answer there, put the text back into
+        there. If opening fails, or `_follow` says that asking is impossible, put the text back into
         the field.
         """
         is_there = await self._kept.opened()
@@ -275,7 +275,7 @@ class ChatPage:
         self._begin([])
 
     async def regenerate(self) -> None:
-        """Ask the last question again. Its old answers are kept unless a new one arrives."""
+        """Ask the last question again. Its old answers are kept if nothing new arrives."""
         if self._now.turns and not self._is_running and await self._follow():
             turn = self._now.turns[-1]
             before, turn.answers = turn.answers, []
@@ -437,7 +437,9 @@ class ChatPage:
         background_tasks.create(self._release(chat_id, claim))
 
     async def _release(self, chat_id: str, claim: ChatClaim) -> None:
-        """Release the claim once the browser has stored the answer, so that other pages may ask."""
+        """Release the claim once the browser has stored the answer, or after _STORED_S, so that
+        other pages may ask.
+        """
         try:
             with suppress(TimeoutError):  # Likely if the page is gone.
                 # The call's own time limit does not cover the wait for a disconnected page.

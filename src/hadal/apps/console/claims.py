@@ -13,7 +13,7 @@ class ChatClaim:
     def __init__(self, page: object) -> None:
         self.page = page
         self.is_over = False
-        """True once the answer has ended and the browser is storing it, which takes about a second."""
+        """True once the answer has ended; the browser then has a second to store it."""
         self.released = asyncio.Event()
 
 
@@ -25,7 +25,7 @@ class Claims:
 
     async def may_ask(self, chat_id: str, page: object) -> bool:
         """Return True if no other page is getting an answer there. If an answer has ended, first
-        wait until the browser has stored it.
+        wait for the release of its claim.
         """
         while claim := self._id_to_claim.get(chat_id):
             if claim.page is page:

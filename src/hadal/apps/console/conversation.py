@@ -34,7 +34,7 @@ class ChatAnswer(msgspec.Struct):
     content: str = ""
     calls: list[ToolRun] = []
     finish: str = ""
-    """Finish reason of the API, or "stopped" by the user; empty while running or after an error."""
+    """Finish reason of the API, or "stopped" (by the user or a closed page); empty without one."""
     error: str = ""
     num_prompt: int = 0
     num_hit: int = 0
@@ -54,7 +54,9 @@ class ChatAnswer(msgspec.Struct):
         )
 
     def take(self, event: dict[str, Any], elapsed_s: float) -> bool:
-        """Apply an event of the stream, `elapsed_s` after the request. Return whether it had text."""
+        """Apply an event of the stream, `elapsed_s` after the request. Return whether it had text
+        or a call.
+        """
         if usage := event.get("usage"):
             self.num_prompt = usage.get("prompt_tokens", 0)
             self.num_tokens = usage.get("completion_tokens", 0)
@@ -92,7 +94,7 @@ class ChatAnswer(msgspec.Struct):
         return self.finish == "tool_calls" and bool(self.calls)
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages for the next request; none if the answer has no content."""
+        """Return the messages for the next request; none without content or tool results."""
         done = [call for call in self.calls if call.result is not None]
         if not self.content and not done:
             return []

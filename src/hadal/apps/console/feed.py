@@ -4,8 +4,8 @@
     status.json, logs    the run folder, for the supervisor's facts
     the ledger           read only, in a thread
 
-A page gets no more frames once its key is refused. The ledger changes only when requests end, so it
-is read less often than the status.
+A page gets no more frames once its key is refused. The ledger's figures cover a day, so it is read
+less often than the status.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class LiveSource:
         await self._asking.page("/status", key)
 
     async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
-        """Return a frame read from the server now; `problem` says why parts are missing."""
+        """Return a frame read from the server now; `problem` says why the overview is missing."""
         overview, problem = None, ""
         try:
             overview = await self._overview(key, experts)
@@ -133,7 +133,9 @@ class LiveSource:
         return msgspec.structs.replace(overview, experts=self._experts)
 
     async def _trace(self, key: str, unit: str) -> TraceReply | None:
-        """Return a traced step of the unit; None if there was none, or another client traces it."""
+        """Return a traced step of the unit; None if there was none, or the request failed, for
+        example because another client traces the unit.
+        """
         wait_s = f"{_TRACE_WAIT_S:g}"
         try:
             body = await self._asking.page("/trace", key, unit=unit, steps="1", wait_s=wait_s)
@@ -228,7 +230,9 @@ class Watcher:
     def __init__(
         self, key: str, show: Callable[[ConsoleFrame], None], leave: Callable[[str], None]
     ):
-        """`show` is called with each frame; `leave` with a reason if the key is refused."""
+        """`show` is called with each frame; `leave` with a reason if the key is refused or
+        `show` fails.
+        """
         self.key = key
         self.show = show
         self.leave = leave

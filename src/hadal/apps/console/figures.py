@@ -20,7 +20,7 @@ def rounded(value: float, num_figures: int = 3) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with three significant digits, thousands shortened: 12.3 k."""
+    """Return a number with about three digits; from 10,000 on it is shortened: 12.3 k."""
     if value is None or not math.isfinite(value):
         return NOTHING
     # Round before choosing the scale: 1 M, not 1,000 k.

@@ -28,7 +28,7 @@ class KeptChats:
 
     def __init__(self, client: Client) -> None:
         self.all: list[KeptChat] = []
-        """List of the conversations, newest first."""
+        """List of the conversations, newest first when read; `keep` adds a new one in front."""
         self._client = client
         self._loaded: dict[str, Conversation] = {}
         """Conversation id -> conversation with its turns."""
@@ -59,7 +59,7 @@ class KeptChats:
 
     async def open(self, chat_id: str, then: Callable[[Conversation | None], None]) -> None:
         """Load a conversation and call `then` with it, unless another one is requested meanwhile.
-        None: it was deleted. Raises TimeoutError if the browser does not answer.
+        None: it was deleted or is invalid. Raises TimeoutError if the browser does not answer.
         """
         self._opening = chat_id
         async with self._reading:

@@ -117,7 +117,7 @@ class Series:
 
 
 def _balance(overview: Overview) -> dict[str, float]:
-    """Return the mean balance over units that have work, by role and objective."""
+    """Return the mean balance over the units that report it, by role and objective."""
     sums: dict[str, list[float]] = {}
     for unit, report in overview.snapshot.unit_to_report.items():
         for objective, value in shown(report.balance).items():
@@ -137,7 +137,7 @@ def _kv(overview: Overview) -> dict[str, float]:
 
 def percentile(before: Buckets | None, after: Buckets, quantile: float) -> float | None:
     """Return a quantile of the values added between two states of a histogram. None if there are no
-    new values or no earlier state.
+    new values, or no earlier state with the same buckets.
     """
     if before is None or len(before.counts) != len(after.counts):
         return None

@@ -17,7 +17,9 @@ STATIC = Path(__file__).with_name("static")
 _ASSETS = "/assets"
 _DARK = "hadal.dark"
 _PAGE_TO_KEY = {"chat": "hadal.key", "console": "hadal.operator_key"}
-"""Page -> name of its key in the browser's storage. Chats are charged to the chat's own key."""
+"""Page -> name of its key in the browser's storage. Chats are charged to the chat's own key,
+if one is stored.
+"""
 _JS_S = 10.0
 """Time limit of a query to the browser's storage."""
 
@@ -114,11 +116,13 @@ class TopBar:
 
 
 class Door:
-    """Form for an API key, shown until the server accepts one; not shown if it needs none."""
+    """Form for an API key, shown until the server accepts one; not shown if it needs none. Without
+    a server, the form says so instead.
+    """
 
     def __init__(self, page: str, what: str, try_key: Callable[[str], Awaitable[None]]) -> None:
         """`page`: "chat" or "console"; `what`: text on the key's purpose; `try_key` raises AskError
-        for a key that is refused.
+        if a key is refused or the server does not answer.
         """
         self._name = _PAGE_TO_KEY[page]
         self._what = what

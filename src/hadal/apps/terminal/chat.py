@@ -86,7 +86,9 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ChatError(Exception):
-    """Error: the server is unreachable or refuses; the text is for the user."""
+    """Error: the server is unreachable, refuses, breaks off or answers wrongly; the text is for the
+    user.
+    """
 
 
 @dataclass
@@ -104,8 +106,8 @@ class Chat:
     """Writer of the part being printed: thinking or content; None before a part begins."""
 
     def turn(self, text: str) -> Answer:
-        """Ask, print the answer as it arrives, and add both to the history. Ctrl-C ends only the
-        answer. Raises ChatError.
+        """Ask, print the answer as it arrives, and add both to the history if it has content.
+        Ctrl-C ends only the answer. Raises ChatError.
         """
         messages = [
             *([{"role": "system", "content": self.system}] if self.system else []),

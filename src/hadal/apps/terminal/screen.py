@@ -199,6 +199,6 @@ def _remembered(console: Console, path: Path | None) -> Iterator[None]:
 
 
 def let_any_text_in(source: IO[str]) -> None:
-    """Accept any piped input: invalid UTF-8 becomes question marks."""
+    """Accept any piped input: invalid UTF-8 becomes replacement characters (U+FFFD)."""
     if isinstance(source, io.TextIOWrapper):
         source.reconfigure(errors="replace")
