@@ -15,8 +15,8 @@ _CHECK_VALUES = {"balance", "bench", "plan", "replay", "report", "simulate", "st
 
 
 class Commands(TyperGroup):
-    """Command group that prints the message of a HadalError, or a hint if an extra is not
-    installed, and exits with EXIT_CONFIG.
+    """Command group that prints the message of a HadalError, of a ValueError in a command of
+    `_CHECK_VALUES`, or a hint if an extra is not installed, and exits with EXIT_CONFIG.
 
     Bugs (InvariantError and unexpected errors) keep their traceback. So do all errors of `serve`,
     which prints its ConfigErrors itself.

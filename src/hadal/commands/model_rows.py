@@ -32,7 +32,7 @@ class Fit:
 
     deployment: str
     memory: MemoryPlan | None
-    """Memory of all ranks; None if the deployment cannot serve the model on any machine."""
+    """Memory of all ranks; None if there is no plan, for the reason in `reason`."""
     reason: str
     """Reason why this machine cannot run the deployment; empty if it can."""
 
@@ -86,8 +86,8 @@ def read_folder(folder: str, accepted: tuple[str, ...], memory_gb: float | None)
 def _fits(
     folder: Path, accepted: tuple[str, ...], memory_bytes: int | None, *, is_here: bool
 ) -> Iterator[Fit]:
-    """Yield the plan of each shipped deployment. `is_here`: also check requirements other than
-    memory.
+    """Yield the plan of each shipped deployment. `is_here` False: of a CPU deployment, check only
+    the memory.
     """
     room = None if is_here or memory_bytes is None else Room(memory_bytes, memory_bytes)
     for file in shipped_deployments():

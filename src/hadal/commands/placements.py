@@ -41,8 +41,9 @@ def plan_text(
     **how: Any,
 ) -> str:
     """Return the command's output: the plan for the loads in a file, as JSON or as bars, below bars
-    of the `current` placement. `how`: further arguments of policy/experts/balance. Raises
-    ValueError for unsuitable values, and ConfigError for unreadable files.
+    of the `current` placement, or of experts in order. `how`: further arguments of
+    policy/experts/balance. Raises ValueError for unsuitable values, and ConfigError for unreadable
+    files.
     """
     window = loads_of(_read_json(loads))
     cluster = cluster_of(window, num_ranks, num_nodes, num_expert_slots)
@@ -186,7 +187,7 @@ def bars(
     width: int = 80,
 ) -> str:
     """Return bars of the balancedness before and after, and the ranks' loads in the layer that was
-    worst before, in lines of at most max(`width`, 28) characters.
+    worst before (after, without a state before), in lines of at most max(`width`, 28) characters.
     """
     num_chars = max(10, width - MARGIN_CHARS)
     start = before if before is not None else _in_order(loads, cluster)

@@ -237,7 +237,9 @@ def dollars(micro_usd: int) -> str:
 
 
 def _tokens(number: int) -> str:
-    """Return a count as text: exact below a million, then as M, B or T with four digits or more."""
+    """Return a count as text: exact below a million, then as M, B or T with one decimal, or three
+    below ten.
+    """
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if number >= limit:
             return f"{number / limit:,.{3 if number < 10 * limit else 1}f} {unit}"

@@ -36,7 +36,7 @@ _HEARD_S = 10.0
 
 def roll_out(run_folder: Path | None, model: str, *, is_waited: bool) -> int:
     """Run a rollout and return the command's exit code. Raises ConfigError if no server is found,
-    or if it cannot change to the model.
+    if it cannot change to the model, or if the rollout does not begin or is replaced.
     """
     found = find(run_folder)
     message = _message(found.folder, model) if model else Rollout()

@@ -260,7 +260,9 @@ def _dry_run(
     log: tuple[str, str],
     keys: tuple[list[str], Path | None, bool],
 ) -> int:
-    """Print the plan. Return the exit code: 0, or EXIT_CONFIG if no machine can run it."""
+    """Print the plan. Return the exit code: 0, or EXIT_CONFIG if options, files or this machine
+    allow no plan.
+    """
     from hadal.commands.served import read_served_text
     from hadal.runtime.plan_rows import print_plan
     from hadal.runtime.process.logs import check_log

@@ -1,6 +1,7 @@
 """`hadal status`: state of the server on this host.
 
-Reads the server's run folder, which only its user can read, so it works even if the server hangs.
+Reads the server's run folder, so it works even if the server hangs. Only the server's user can read
+that folder.
 """
 
 from __future__ import annotations

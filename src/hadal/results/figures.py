@@ -2,7 +2,7 @@
 
     {"label": "...", "data": [traces], "layout": {...}}
 
-A colour is the name of a style variable in `templates/style.html`.
+Colours are names of style variables in `templates/style.html`, except transparent ones.
 """
 
 from __future__ import annotations

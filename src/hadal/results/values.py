@@ -22,7 +22,7 @@ def number(source: Mapping[str, Any], *path: str) -> float | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Return the value as a number, or None if it is no number or above LARGEST."""
+    """Return the value as a number; None if it is no number, or above LARGEST in magnitude."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -67,7 +67,9 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def plain(value: float | None, decimals: int = 1) -> str:
-    """Return the number with thousands separators; from 1,000 on without decimals."""
+    """Return the number with thousands separators; from 1,000 on without decimals, from 1e15 on
+    with an exponent.
+    """
     if value is None:
         return NOTHING
     if abs(value) >= 1e15:
@@ -76,7 +78,9 @@ def plain(value: float | None, decimals: int = 1) -> str:
 
 
 def compact(value: float | None, digits: int = 3) -> str:
-    """Return the number with `digits` significant digits and a unit: 608 B, 73.7 k, 0.56."""
+    """Return the number with `digits` significant digits and a unit: 608 B, 73.7 k, 0.56; from 1e18
+    on with an exponent.
+    """
     if value is None:
         return NOTHING
     if abs(value) >= 1e18:
