@@ -87,15 +87,16 @@ class ChatMaker:
         return tuple(ids[: max(0, num_tokens)])
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        """Return a prompt of exactly `num_tokens` tokens that no other call returns."""
+        """Return a prompt of exactly `num_tokens` tokens that other calls are unlikely to return.
+        """
         asked = (*self._question(QUESTION_TOKENS), *self._assistant)
         return (*self._bos, *self.text_ids(num_tokens - len(asked) - len(self._bos)), *asked)
 
     def chats(
         self, num_chats: int, num_turns: int = NUM_TURNS, max_tokens: int = MAX_TOKENS
     ) -> list[Chat]:
-        """Return chats with the answers of the plain single-request loop. Fewer chats or turns are
-        a prefix of more.
+        """Return chats with the answers of the plain single-request loop. Fewer chats, or
+        fewer turns up to NUM_TURNS, are a prefix of more.
         """
         return [self._chat(number, num_turns, max_tokens) for number in range(num_chats)]
 

@@ -4,9 +4,9 @@ test's process ends.
 
     tests.dist.disk_child FOLDER SEED SHARE_BYTES [LIMIT]
 
-Lines on stdout: `S n` before n blocks are submitted, `A name...` for acknowledged blocks, `F n` for
-n blocks that were not written, `D name...` for evicted names. With LIMIT it exits normally after
-LIMIT blocks.
+Lines on stdout: `R` when ready, `S n` before n blocks are submitted, `A name...` for acknowledged
+blocks, `F n` for n blocks that were not written, `D name...` for evicted names. With LIMIT it exits
+normally after LIMIT blocks.
 """
 
 import os

@@ -80,7 +80,7 @@ class Served:
     first_logits: dict[int, Tensor]
     """Prompt number -> logits after its last position, [V]."""
     decode_times: tuple[OpTime, ...]
-    """Operation times of the last full decode step."""
+    """Operation times of the last decode step."""
     num_loaded: int
 
 
@@ -182,7 +182,9 @@ class Rank:
     def _chunks(
         self, step: int, mine: list[int], blocks: dict[int, tuple[int, ...]]
     ) -> tuple[list[Chunk], list[Chunk]]:
-        """Return every prompt's next tokens, in two micro-batches cut within the prompts."""
+        """Return every prompt's next tokens for two micro-batches, cut within the prompts; the
+        second is empty if `way` has only one.
+        """
         chunks: list[Chunk] = []
         second: list[Chunk] = []
         for n in mine:

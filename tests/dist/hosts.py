@@ -244,7 +244,7 @@ class Host:
 
     @property
     def has_ray(self) -> bool:
-        """True once the host's Ray node has started."""
+        """True if the host's last started Ray node has reported its start."""
         return "Ray runtime started" in self.log("ray")
 
     def kill_ray(self) -> None:
@@ -335,7 +335,7 @@ LOGS = Path("/tmp/hadal-hosts")
 
 
 class Hosts:
-    """Hosts on one bridge. The first runs Ray's head and the supervisor."""
+    """Hosts on one bridge. The first runs Ray's head and, by default, the supervisor."""
 
     _numbers = itertools.count()
 

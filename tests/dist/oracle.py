@@ -78,7 +78,7 @@ def make_cases(num_cases: int, seed: int) -> list[Case]:
 def plain_answer(
     weights: ModelWeights, prompt: tuple[int, ...], max_tokens: int
 ) -> tuple[int, ...]:
-    """Return the greedy tokens of the plain loop, computed by only one process of a test run."""
+    """Return the greedy tokens of the plain loop, which the processes of a test run share."""
     folder = os.environ.get(ANSWERS)
     if not folder:
         return tuple(generate(weights, prompt, max_tokens, weights.config.eos_token_ids))
@@ -94,8 +94,8 @@ def plain_answer(
 
 
 def bordering_cases(num_prompts: int, seed: int) -> list[Case]:
-    """Return those of `num_prompts` prompts of at most two blocks that end in BORDER: their answers
-    begin a few tokens before the end of a block.
+    """Return those of `num_prompts` prompts of at most two blocks that end at a distance in BORDER
+    from the end of a block.
     """
     return [
         _case(prompt)

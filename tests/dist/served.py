@@ -7,7 +7,7 @@ modules. A test's server is then ready in 0.5 s, without the cost of imports.
        |                                  |                           |             from the first
 
 Only the importing process differs from a user's start: from `hadal.cli` on the code is the same.
-Tests of how a server starts and ends use the plain start (`launch`).
+Tests of how a server starts and ends use the plain start (`launch` with `is_plain`).
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def metric(server: Server, name: str, label: str = "", *, key: str = "") -> floa
 async def kill_at_work(
     server: Server, unit: str, num_steps: int = 3, number: signal.Signals = signal.SIGKILL
 ) -> None:
-    """Send a signal to a unit or rank while the gate holds it before a step, so that it has requests."""
+    """Send a signal to a unit or rank while the gate limits its steps, so that it has requests."""
     is_prefill = unit.startswith("prefill")
     state = "prefilling" if is_prefill else "decoding"
     server.gate.hold(gate.PREFILL if is_prefill else gate.DECODE, num_steps)

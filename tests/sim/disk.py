@@ -1,7 +1,7 @@
 """A folder that all processes of a world share, and its faults.
 
-A load compares a block's name and cells with the request, as checksums do live, so damaged, stale
-or missing blocks are misses. Reads and writes of a process run in order and touch its pool when
+A load compares a block's name and location with the request, so stale or missing blocks are misses,
+as with checksums live. Reads and writes of a process run in order and touch its pool when
 they end: blocks freed or written too early show. Watchers get changes a little late.
 """
 

@@ -1,8 +1,8 @@
 """Ranks without a network: compute threads that meet in every step, and their processes.
 
 A step or formation ends on a rank after all members have reached it. A dead member fails it on all
-others, a stopped member keeps them waiting, and a FormPlan aborts it. How much of a failed step was
-written is drawn, and so are the ranks that finished it.
+others, a stopped member keeps them waiting, and a FormPlan aborts it. Whether a rank has
+written a failed step is drawn for each rank.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Faults:
     engine_rate: float = 0.0
     """Share of steps and copies that fail."""
     crash_every_s: float = 0.0
-    """Mean time between deaths of units; 0: never."""
+    """Mean time between deaths of units or ranks; 0: never."""
     stuck_share: float = 0.0
     """Share of those deaths in which the process lives and does nothing."""
     succession_share: float = 0.7
@@ -78,7 +78,9 @@ class Faults:
     """Share of stagings of a layer's experts that fail."""
     front_restarts: int = 0
     until_s: float = 20.0
-    """Time after which no fault occurs, seconds, so that everything can end."""
+    """Time after which no process is killed or frozen, seconds, so that everything can end. Failed
+    steps, failed stagings and duplicates continue.
+    """
 
 
 CALM = Faults(until_s=0.0)
@@ -136,7 +138,7 @@ class World:
         self.num_returned: Counter[str] = Counter()
         """Reason -> number of attempts that units returned."""
         self.quiet_from_s = max(faults.until_s, 0.2)
-        """Time after which no request arrives and nothing goes wrong."""
+        """Time after which no request arrives, and no process is killed or frozen."""
         self.draft_accept = 0.7
         """Share of decode's drafts that are right."""
         self.pass_s: float | None = None
@@ -536,7 +538,7 @@ class World:
                 assert (used, held) == (0, 0), f"{name} leaks {used} blocks of {held} requests"
 
     def is_over(self) -> bool:
-        """Return whether all processes have released everything, and no fault can occur any more."""
+        """Return whether all processes have released everything, after `quiet_from_s`."""
         if self.clock.now() < self.quiet_from_s or not self.front.idle:
             return False
         if any(

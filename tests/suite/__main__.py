@@ -37,7 +37,7 @@ from tests.suite.summary import Summary, chosen_options
 
 PERIOD_S = 0.2
 OVER_BUDGET = "HADAL_HOLD_BUDGET"
-"""Environment variable: if set, a folder above its budget fails the run."""
+"""Environment variable: if set, a folder above SLACK times its budget fails a run of all tests."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -189,7 +189,7 @@ def _list(place: Path) -> None:
 
 
 def _draw(number: int, seed: int) -> None:
-    """Print docstrings and comments of src, tests and bench, each with the same chance."""
+    """Print docstrings and comments of three words or more, each with the same chance."""
     files = [path for name, paths in packages().items() if name != "pages" for path in paths]
     found = [text for path in files for text in texts(path) if len(_WORD.findall(text.words)) >= 3]
     print(f"{number} of {len(found)}, seed {seed}")

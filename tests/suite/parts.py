@@ -113,7 +113,9 @@ class Running:
         return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> None:
-        """Interrupt the part as Ctrl-C does, if it runs, and wait until it has ended its servers."""
+        """Interrupt the part as Ctrl-C does, if it runs, and wait until it has ended its servers;
+        kill it after END_S.
+        """
         if self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGINT)

@@ -47,7 +47,7 @@ def held() -> tuple[Held, ...]:
 
 
 def page_of(sentence: str) -> Path | None:
-    """Return the first page that contains a sentence; None if no page does."""
+    """Return the first page besides PAGE that contains a sentence; None if none does."""
     wanted = _plain(sentence)
     return next((page for page in SOURCES if page != PAGE and wanted in _text(page)), None)
 

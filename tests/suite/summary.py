@@ -99,7 +99,7 @@ class Summary:
         return table
 
     def table_slow(self) -> Table:
-        """Return the table of tests above the limit without the mark `slow`."""
+        """Return a table of tests above the limit without the mark `slow`: the 30 slowest."""
         table = Table("s", "test", title="Slow, and no mark `slow` says why")
         for one in sorted(self.slow, key=lambda one: -one.seconds)[:30]:
             table.add_row(f"{one.seconds:.1f}", one.test)

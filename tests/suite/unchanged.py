@@ -1,5 +1,5 @@
-"""Compare the code of two commits without its docstrings and comments: a change of language may not
-touch it.
+"""Compare the code of the working tree with that of a commit, without docstrings and comments: a
+change of language may not touch it.
 
     python -m tests.suite.unchanged REVISION [PATH ...]
     python -m tests.suite.unchanged --messages REVISION [PATH ...]
