@@ -87,8 +87,7 @@ class ChatMaker:
         return tuple(ids[: max(0, num_tokens)])
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        """Return a prompt of exactly `num_tokens` tokens that other calls are unlikely to return.
-        """
+        """Return a prompt of `num_tokens` tokens that other calls are unlikely to return."""
         asked = (*self._question(QUESTION_TOKENS), *self._assistant)
         return (*self._bos, *self.text_ids(num_tokens - len(asked) - len(self._bos)), *asked)
 

@@ -1,8 +1,8 @@
 """A prefill and a decode unit in this process: they exchange real messages and compute nothing.
 
-Output is a function of the prompt and the output so far, so a retry continues where the stream
-stopped. The prefill unit's cache is the set of block names of all earlier prompts; nothing is
-evicted. FakeUnits is also the wire: the front's host sends to it and receives from it.
+An output token is a function of the request and the token's index, so a retry continues where the
+stream stopped. The prefill unit's cache is the set of block names of all earlier prompts; nothing
+is evicted. FakeUnits is also the wire: the front's host sends to it and receives from it.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def _tokenizer_json(think_tokens: bool) -> str:
 def write_model_folder(
     folder: Path, *, think_tokens: bool = True, template: str = TEMPLATE
 ) -> Path:
-    """Write config.json, tokenizer.json and tokenizer_config.json of a small DeepSeek-V3
-    architecture.
+    """Write config.json, tokenizer.json, tokenizer_config.json and generation_config.json of a
+    small DeepSeek-V3 architecture.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {

@@ -1,4 +1,6 @@
-"""Skip this folder's tests without a compiler: they need built kernels."""
+"""Fixture `built`, which skips a test if there are no built kernels, for example without a
+compiler.
+"""
 
 import pytest
 

@@ -26,7 +26,7 @@ from hadal.reference.params import (
 from hadal.reference.rope import cos_sin_table
 from tests.stored import stored
 
-ODD: dict[str, Any] = {  # No size is a multiple of a vector's.
+ODD: dict[str, Any] = {  # Most sizes are no multiple of 16 values, an AVX-512 vector.
     "model_type": "deepseek_v3",
     "vocab_size": 301,
     "hidden_size": 100,
@@ -62,7 +62,9 @@ def randn(generator: torch.Generator, *shape: int) -> Tensor:
 def random_weights(
     c: ModelConfig, seed: int = 0, kind: str = "fp32", *, with_mtp: bool = False
 ) -> ModelWeights:
-    """Draw a model of this shape; its matrices are stored as `kind` (tests/stored)."""
+    """Draw a model of this shape. Matrices of layers and MTP module are stored as `kind`
+    (tests/stored), except routers.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def norm(dim: int) -> Tensor:

@@ -41,7 +41,7 @@ def peer(request: pytest.FixtureRequest, peers: dict[str, Peer]) -> Peer:
 
 @pytest.fixture(scope="module", params=["multi-head", "absorbed"])
 def prefill_form(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run every test with a prefill under both forms of attention."""
+    """Run each test that uses this fixture with both forms of attention in prefill."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             mla, "absorbs_prefill", lambda config, cache_PLSD: request.param == "absorbed"

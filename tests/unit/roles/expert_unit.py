@@ -125,7 +125,9 @@ class Unit:
         return plans
 
     def run(self, number: int = 60) -> dict[int, StagePlan]:
-        """Step until the leader plans to stage something; return these plans."""
+        """Step until the leader plans to stage something; return these plans, {} after `number`
+        steps.
+        """
         for _ in range(number):
             self.step()
             plans = self.think()

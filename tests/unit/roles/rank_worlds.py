@@ -44,7 +44,7 @@ class Rank:
     kv: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     pool: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     table: dict[int, list[Any]] = field(default_factory=dict)
-    """Slot -> [name, blocks, num_tokens, output_index]."""
+    """Slot -> [name, blocks, num_tokens, output_index, number of drafts]."""
 
     def write(self, name: str, blocks: Any, position: int) -> None:
         self.kv[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = (name, position)

@@ -23,7 +23,7 @@ LOOK_S = 0.05
 
 
 class Host:
-    """Stand-in for a unit's host: one pool, one store. Blocks from 1 on hold random bytes."""
+    """Stand-in for a unit's host: one pool of random bytes, one store."""
 
     def __init__(
         self,
