@@ -36,7 +36,7 @@ class Held:
     test: str
     """File, two colons, function."""
     is_in_test: bool
-    """True if `make test` runs the test; otherwise `make test-more` does."""
+    """True if `make test` runs the test; otherwise `make test-more` or `make test-all` does."""
 
 
 @functools.cache

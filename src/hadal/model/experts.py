@@ -106,8 +106,8 @@ class ExpertStore:
             for layer_slots, moe in zip(slots, moes, strict=True)
         ]
         self._lock = threading.Lock()
-        """Lock for changes of the next three fields. `_held` needs none: a record is read or replaced
-        as one reference.
+        """Lock for changes of the next three fields. `_held` needs none: a record is read or
+        replaced as one reference.
         """
         self._formation = 0
         self._staged: dict[int, tuple[int, _HeldLayer]] = {}
