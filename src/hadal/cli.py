@@ -202,8 +202,8 @@ def trace(
         Path | None,
         typer.Option(
             help=(
-                "Output file, for Perfetto or chrome://tracing. [dim]trace.json, or an"
-                " unused name like it[/dim]"
+                "Output file, for Perfetto or chrome://tracing. [dim]trace.json; if that"
+                " exists, trace-2.json and so on[/dim]"
             )
         ),
     ] = None,
@@ -297,9 +297,8 @@ def rollout(
         ),
         ("hadal logs decode-0.3 -f", "print lines of one rank, and follow new ones"),
         after=(
-            "The run folder has the last one or two megabytes of each process, in"
-            " addition to --log-dir or the terminal. They are deleted when the server"
-            " ends."
+            "Besides --log-dir or the terminal, the run folder keeps the last 1 to 2 MB of"
+            " each process's log until the server ends."
         ),
     )
 )
@@ -335,7 +334,7 @@ app.command(epilog=BALANCE_EPILOG)(balance)
         ),
         (
             "hadal completion zsh >> ~/.zshrc",
-            "the same in zsh; the lines must stand after compinit",
+            "the same in zsh; put the lines after compinit",
         ),
         ("hadal completion fish > ~/.config/fish/completions/hadal.fish", "the same in fish"),
     )

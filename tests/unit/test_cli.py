@@ -273,7 +273,7 @@ def test_keys_come_from_a_file_that_is_private(
     for text, reason in (
         ("# none\n", "no key"),
         ("a,b\n", "comma"),
-        ("a\n#\nb c\n", "line 3: a word after the key"),
+        ("a\n#\nb c\n", "line 3: an unknown word follows the key"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=reason):

@@ -269,7 +269,7 @@ class TorchGroup:
                     continue
             thread.join(JOIN_TIMEOUT_S)
             if thread.is_alive():
-                log.warning("%s still waits in the previous formation", thread.name)
+                log.warning("%s still waits for an exchange of the previous formation", thread.name)
         link, self._link = self._link, None
         if link is not None:
             link.close()

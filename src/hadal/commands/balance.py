@@ -22,7 +22,7 @@ EPILOG = examples(
             "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 \\\n"
             "    --expert-slots 9 --mode hybrid"
         ),
-        "DeepSeek-V3's prefill unit: expert groups stay on one node where balance is still 98 %",
+        "DeepSeek-V3's prefill unit: each expert group stays on one node if balance is still 98 %",
     ),
     (
         (
@@ -53,8 +53,8 @@ def balance(
     expert_slots: Annotated[
         int,
         typer.Option(
-            help="Expert slots per rank. A number at or above the number of experts counts"
-            " all ranks together.",
+            help="Expert slots per rank. A number of at least the number of experts is the"
+            " total over all ranks.",
             min=1,
             max=65_536,
         ),
@@ -87,8 +87,8 @@ def balance(
     max_moves: Annotated[
         int | None,
         typer.Option(
-            help="Maximum number of replicas that move from the current placement, besides those"
-            " that it lacks.",
+            help="Maximum number of replicas to move; replicas that the current placement lacks"
+            " are not counted.",
             min=0,
         ),
     ] = None,

@@ -26,8 +26,7 @@ EPILOG = examples(
     ),
     (
         "hadal bench --concurrency 32 --input lognormal:800:1 --output 50-200",
-        "prompts of 800 tokens on average, with a standard deviation as large; answers of"
-        " 50 to 200",
+        "prompts of 800 tokens on average, with a standard deviation of 800; answers of 50 to 200",
     ),
     (
         "hadal bench --trace mooncake.jsonl.gz --speed 0.1 --duration 300",

@@ -175,7 +175,7 @@ def forget(
         str, typer.Option(help="Ledger of the server: `ledger.url` of its deployment.")
     ] = "auto",
     port: Annotated[
-        int, typer.Option(help="Port of the server; the file is named after it.")
+        int, typer.Option(help="Port of the server; part of the name of its batch store's file.")
     ] = 8000,
 ) -> None:
     """Delete the files and batches of a revoked tenant, also while a server runs. A running server keeps the

@@ -210,8 +210,8 @@ def bars(
     lines += [f"tokens by rank, layer {worst_layer}", *_rank_rows(label_to_row, num_chars)]
     if before is None:
         moves = (
-            "Planned without a current placement; with --current it shows the number of"
-            " replica moves."
+            "Planned without a current placement; with --current, the output has the"
+            " number of replicas to move."
         )
     else:
         moves = (

@@ -46,8 +46,8 @@ def _notes(report: Report, lines: list[Line]) -> list[str]:
         notes.append(f"{num_left_out} hours without nodes and requests are left out.")
     if report.by == TENANT and report.total.use is not None:
         notes.append(
-            "Used: GPU time during a tenant's requests; concurrent requests share it by"
-            " their speeds. Idle: the tenant's share of unused GPU time. Cost: of used"
+            "Used: GPU time during a tenant's requests; concurrent requests share it in"
+            " proportion to their tokens/s. Idle: the tenant's share of unused GPU time. Cost: of used"
             " and idle time together."
         )
     elif report.by == TENANT:

@@ -82,7 +82,7 @@ def _message(folder: Path, model: str) -> Rollout:
     for name in _OF_THE_GATEWAY:
         if _bytes_of(old / name) != _bytes_of(new / name):
             raise ConfigError(
-                f"{new / name} differs from that of {old}. A rollout changes only weights;"
+                f"{new / name} differs from the file of this name in {old}. A rollout changes only weights;"
                 " serve a model with another tokenizer or template separately."
             )
     if (before.config, before.precision) != (after.config, after.precision):

@@ -21,7 +21,7 @@ EPILOG = examples(
     ),
     (
         "hadal simulate --no-windows --no-what-ifs",
-        "takes a minute: a fluid model of the fleet, without single requests",
+        "takes a minute: requests are a continuous flow, and none is followed",
     ),
     (
         "hadal simulate --hours 14,22 --window 30",

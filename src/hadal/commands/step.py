@@ -97,7 +97,7 @@ def step(
     redundant: Annotated[
         int | None,
         typer.Option(
-            help="Redundant expert replicas, beyond one per expert. [dim]32 where it divides[/dim]"
+            help="Redundant expert replicas, beyond one per expert. [dim]32 if that is even over the ranks[/dim]"
         ),
     ] = None,
     expert_imbalance: Annotated[

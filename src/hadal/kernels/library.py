@@ -31,7 +31,7 @@ _STATUS = {
     2: "a position or length is negative or beyond the model's last position",
     3: "a block table names a block that the cache does not have, or is too short for its length",
     4: "an expert id is out of range, or the expert has no replica",
-    6: "a row or slot is out of range, or a slot comes twice",
+    6: "a row or slot is out of range, or a slot appears twice",
     7: "a row is to draft at a position before which there is none to attend to",
 }
 _OUT_OF_MEMORY = 5

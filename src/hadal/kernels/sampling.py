@@ -85,6 +85,6 @@ def _check_masks(masks: RowMasks, num_rows: int, vocabulary: int) -> None:
     if bits_MW.shape[1:] != (num_words,) or bits_MW.dtype != np.uint32:
         raise ValueError(f"bits_MW must be masks of {num_words} uint32.")
     if not bits_MW.flags.c_contiguous:
-        raise ValueError("bits_MW must lie side by side.")
+        raise ValueError("bits_MW must be contiguous.")
     if not ((masks.of_R >= -1) & (masks.of_R < len(bits_MW))).all():
-        raise ValueError(f"a row's mask is none of the {len(bits_MW)} there are.")
+        raise ValueError(f"the number of a row's mask is not one of {len(bits_MW)}.")

@@ -86,7 +86,7 @@ class DecodeSteps:
         self._lost_slots -= joining | set(plan.leaves)
         if self._lost_slots:
             self._lost_slots |= joining
-            raise RuntimeError("the step before it failed")
+            raise RuntimeError("the previous step failed")
         try:
             return self._rows(plan, recorder)
         except Exception:

@@ -86,7 +86,9 @@ def admit_batch(view: SpareView) -> Refusal | None:
         and view.num_blocks_used < view.num_blocks
     ):
         return None
-    return Refusal(429, "others' requests leave no room for a batch's.", BATCH_RETRY_S, NO_SPARE)
+    return Refusal(
+        429, "other requests leave no capacity for those of batches.", BATCH_RETRY_S, NO_SPARE
+    )
 
 
 def slots_beside(line: tuple[float, float], num_ranks: int, num_others: int, num_slots: int) -> int:

@@ -95,14 +95,15 @@ def refuse_tokens(view: QuotaView, num_needed: float = 1.0) -> Refusal | None:
     missing = num_needed - view.num_tokens_left
     return _refusal(
         view,
-        f"this key may have {quota.tokens_per_minute} tokens a minute, and has had them.",
+        f"this key's limit of {quota.tokens_per_minute} tokens a minute is used up.",
         missing * MINUTE_S / quota.tokens_per_minute,
     )
 
 
 def _refuse_cost(view: QuotaView, most_pico_usd: int) -> Refusal | None:
     if view.spent_pico_usd is None:
-        return Refusal(503, "what this key has spent today is not read yet.", AGAIN_S, RATE_CODE)
+        reason = "today's spending of this key is not read from the ledger yet; try again."
+        return Refusal(503, reason, AGAIN_S, RATE_CODE)
     left = view.quota.day_pico_usd - view.spent_pico_usd
     if most_pico_usd > view.quota.day_pico_usd:
         return _never(
@@ -122,7 +123,7 @@ def _refuse_cost(view: QuotaView, most_pico_usd: int) -> Refusal | None:
     if view.reserved_pico_usd + most_pico_usd > left:
         return _refusal(
             view,
-            "what is left of this key's budget for today may be needed by its requests that run.",
+            "the rest of this key's budget for today is reserved for its running requests.",
             AGAIN_S,
             BUDGET_CODE,
         )

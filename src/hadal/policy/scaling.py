@@ -107,7 +107,7 @@ class ScalingRules:
             )
         if self.num_nodes(self.floor) > self.num_nodes_max:
             raise ValueError(
-                f"the floor of {self.floor} takes {self.num_nodes(self.floor)} nodes, and there are"
+                f"the minimum of {self.floor} takes {self.num_nodes(self.floor)} nodes, and there are"
                 f" {self.num_nodes_max}. Lower it, or give the fleet more nodes."
             )
 

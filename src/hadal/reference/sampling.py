@@ -123,7 +123,7 @@ def sample(
     missing.
     """
     if len(np.unique(slots_B)) < len(slots_B):
-        raise ValueError("a slot comes twice.")
+        raise ValueError("a slot appears twice.")
     if (num_B < 1).any() or int(num_B.sum()) != len(fed_R):
         raise ValueError(f"{num_B.tolist()} rows of the slots are not the {len(fed_R)} there are.")
     first_B = num_B.cumsum() - num_B

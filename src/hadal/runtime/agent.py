@@ -349,7 +349,7 @@ class Agent:
         """
         del self._running[name]
         if running.code is None:
-            log.warning("ending %s: it is no longer wanted on this node", name)
+            log.warning("ending %s: the supervisor no longer orders it on this node", name)
             running.process.kill()
             self._ending[name] = running
 

@@ -144,7 +144,7 @@ class UnitHost:
         if self._runner is not None:
             self._runner.abort()  # Its peers may be gone already: do not wait for them.
         if self._compute and not self._compute.stop(_STOP_S):
-            log.warning("this process ends in the middle of a step")
+            log.warning("this process ends while a step runs")
         self._side_work.stop(_STOP_S)
         self._wire.close()
         self._side_work.close()

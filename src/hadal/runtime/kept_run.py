@@ -64,7 +64,7 @@ def is_same(found: Deployment, asked: Deployment) -> bool:
     differences = [name for name in _differences(found, asked) if name not in _MAY_DIFFER]
     if differences:
         log.warning(
-            "the processes on the nodes have other settings (%s), and are ended",
+            "ending the processes on the nodes: their settings differ (%s)",
             ", ".join(differences),
         )
     elif found.model != asked.model:

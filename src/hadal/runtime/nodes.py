@@ -140,7 +140,7 @@ class _Fitness:
         ]
         self._unfit.pop(news.node, None)
         if other:
-            self._unfit[news.node] = f"{', '.join(other)}; all nodes must have the same"
+            self._unfit[news.node] = f"{', '.join(other)}; all nodes must have the same versions"
 
     def why_unfit(self, number: int) -> str:
         """Return why a node is not used; empty if it may be."""

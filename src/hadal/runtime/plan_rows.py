@@ -165,7 +165,7 @@ def _memory(role: str, resolved: Resolved) -> Iterator[Row]:
             memory.staged_bytes,
             ": a second copy of one layer's experts, while replicas move",
         ),
-        ("spare", memory.spare_bytes, ": for experts that it takes over when a node is lost"),
+        ("spare", memory.spare_bytes, ": for experts that the rank takes over when a node is lost"),
         ("drafts", memory.kept_bytes, ": hidden states of one block per running request"),
     ):
         if num_bytes:
@@ -199,7 +199,7 @@ def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
         several = sorted(expert for expert, count in counts.items() if count > 1)
         yield "replicated" if not layer else "", f"layer {first_layer + layer}: {_ids(several)}"
     if units.redundant_experts:
-        yield "", "and so on, other experts in each layer, until loads are measured"
+        yield "", "and so on: each layer replicates other experts, until loads are measured"
 
 
 def _ids(experts: Sequence[int]) -> str:

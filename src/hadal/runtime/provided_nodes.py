@@ -19,7 +19,9 @@ _ASK_S = 1.0
 """Time between repeats of the request to the node provider."""
 _SLOW_S = 5.0
 """Time without news after which the node provider counts as silent: it then waits for Ray."""
-_SILENT = "Ray does not answer: running processes go on, but no other node is used until it answers"
+_SILENT = (
+    "Ray does not answer: running processes go on, but no further node can be used until it answers"
+)
 Group = tuple[int, ...]
 """Nodes that are provided together or not at all."""
 

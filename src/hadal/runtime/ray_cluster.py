@@ -318,7 +318,7 @@ class RayNodeProvider:
         there = {asked["name"] for asked in listed if asked["state"] != "REMOVED"}
         for group in list(self._groups):
             if self._name_of(group) not in there:
-                log.warning("%s were released by their agents", _nodes(group))
+                log.warning("%s were released by their actors", _nodes(group))
                 del self._groups[group]
 
     def _name_of(self, group: Group) -> str:

@@ -65,7 +65,7 @@ def test_without_a_current_placement_nothing_is_said_to_move(
 ) -> None:
     _, output = run(loads_file)
     assert "replicas move." not in " ".join(output.split()).replace(
-        "the number of replica moves.", ""
+        "number of replicas to move.", ""
     )
     assert "--current" in output
     _, printed = run(loads_file, "--json")

@@ -68,8 +68,8 @@ def test_a_plain_line_may_have_a_quota_and_keeps_its_name() -> None:
         ("secret dollars_per_day=0", "0.000001"),
         ("secret dollars_per_day=1e9", "0.000001"),
         ("secret model=", "empty"),
-        ("secret colour=blue", "is not valid"),
-        ("secret prioritY", "is not valid"),
+        ("secret colour=blue", "an unknown word"),
+        ("secret prioritY", "an unknown word"),
     ],
 )
 def test_a_bad_line_is_an_error_that_does_not_show_the_key(line: str, reason: str) -> None:

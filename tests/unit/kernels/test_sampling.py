@@ -318,7 +318,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (two.astype(np.int32), ones, two, "slots_B"),
         (two - 1, ones, two, "row or slot"),
         (two + 1, ones, two, "row or slot"),
-        (np.zeros(2, np.int64), ones, two, "a slot comes twice"),
+        (np.zeros(2, np.int64), ones, two, "a slot appears twice"),
         (two, ones * 2, two, "row or slot"),
         (two, ones - 1, two, "row or slot"),
         (two[:1], ones[:1], two, "row or slot"),

@@ -121,7 +121,7 @@ _STATE_WORDS = {
     "up": "works",
     "down": "down",
     "starting": "starts",
-    "rests": "resting until needed",
+    "rests": "stopped until needed",
 }
 _LANES = ((COMPUTE, "computes"), (LINK, "sends"), (WAIT, "waits"))
 _LANE_HEIGHT = 30

@@ -163,7 +163,7 @@ def serve_alone(
     else:
         deployment, status = read_run(folder).deployment, read_status(folder)
         if status is None:
-            raise ConfigError(f"{folder}: no supervisor says anything there.")
+            raise ConfigError(f"{folder}: no supervisor answers there.")
         settings, ledger = deployment.gateway, deployment.ledger.url
         asking = Asking(status.url)
         source = LiveSource(asking, folder, ledger_url(ledger) if ledger else "")
@@ -185,7 +185,7 @@ def main() -> int:
         wire = open_wire(run, CONSOLE, arguments.folder, arguments.epoch_number)
         status = read_status(arguments.folder)
         if status is None:
-            raise ConfigError(f"{arguments.folder}: no supervisor says anything there.")
+            raise ConfigError(f"{arguments.folder}: no supervisor answers there.")
     except ConfigError as error:
         log.critical("%s", error)
         return EXIT_CONFIG

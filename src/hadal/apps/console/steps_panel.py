@@ -27,8 +27,8 @@ class StepsPanel:
             ui.html("<h2>One step</h2>")
             ui.label(
                 "A step's tokens are split into two micro-batches: while one is in"
-                " transfer to its experts, the other is computed. Remaining waits are not"
-                " hidden."
+                " transfer to its experts, the other is computed. Waits shown below"
+                " were not overlapped."
             ).classes("h-note")
             ui.html(
                 '<div class="h-legend"><i class="h-k0"></i>micro-batch 1<i'
@@ -94,7 +94,7 @@ class StepsPanel:
                     (
                         "Hidden",
                         figures.percent(100 * covered if covered is not None else None),
-                        "of transfer time" if covered is not None else "no transfers",
+                        "of transfer time is overlapped" if covered is not None else "no transfers",
                     ),
                     ("Waited", figures.milliseconds(exposed_s * 1e3), "mean over ranks"),
                 )

@@ -162,8 +162,8 @@ def parse_key(line: str) -> tuple[bytes, Tenant]:
     pairs = [word.partition("=")[::2] for word in words if "=" in word]
     if not RIGHTS.issuperset(rights) or not _FIELDS.keys() >= {name for name, _ in pairs}:
         raise ConfigError(
-            f"a word after the key is not valid: the rights {' and '.join(sorted(RIGHTS))}, and values"
-            f" of {', '.join(_FIELDS)}, are allowed; a key contains no blanks."
+            f"an unknown word follows the key: the rights {' and '.join(sorted(RIGHTS))}, and NAME=VALUE"
+            f" for {', '.join(_FIELDS)}, are allowed; a key contains no blanks."
         )
     digest, salt = _digest(key.encode()), salt_of(key.encode())
     if key.startswith(HASHED):

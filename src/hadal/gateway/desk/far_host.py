@@ -167,7 +167,7 @@ class FarHost(Doors):
                         self._draining.set()
                     case _:
                         log.warning(
-                            "%s received: this gateway has no front; the message is dropped",
+                            "dropped %s: only the gateway with the front handles it",
                             type(message).__name__,
                         )
 

@@ -71,7 +71,7 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
     if unit not in units:
         known = ", ".join(sorted(units)) or "none: the server is starting"
         if unit.rpartition(".")[0] in units:
-            known += ". A trace covers all ranks of a unit: send the unit's name"
+            known += ". Send the name of a unit instead of a rank"
         raise ApiError(
             404,
             f"There is no unit {unit[:100]!r}. Known: {known}.",
@@ -184,7 +184,7 @@ def _describe_link(step: TracedStep) -> str:
     by_rank = shares(step.events)
     covered = covered_share(step.events)
     if covered is None:
-        return f"{_count(len(by_rank), 'rank', 's')}, no bytes sent: no link lanes"
+        return f"{_count(len(by_rank), 'rank', 's')}, which sent no bytes, so there are no lanes for links"
     exposed_ms = sum(share.exposed_s for share in by_rank) / len(by_rank) * 1e3
     text = f"{covered:.0%} of link time covered, {exposed_ms:.2f} ms exposed wait"
     if len(by_rank) > 1:

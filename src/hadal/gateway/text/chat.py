@@ -209,7 +209,7 @@ class ChatFormat:
             return self._templates[DEFAULT]
         raise RequestError(
             f"This model has chat templates named {', '.join(sorted(self.names))} and none named"
-            f" {DEFAULT}: use /v1/completions, or rename one to it and restart the server.",
+            f" {DEFAULT}: use /v1/completions, or rename one of them to it and restart the server.",
             "messages",
         )
 

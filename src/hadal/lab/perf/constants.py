@@ -72,7 +72,7 @@ BOUNDS: dict[str, Bound] = {
         0.3,
         0.95,
         "of HBM bandwidth",
-        "Mean of three kernels of DeepSeek's training profile, bytes over time: expand 0.73, SwiGLU"
+        "Mean of three kernels of DeepSeek's training profile, achieved share of HBM bandwidth: expand 0.73, SwiGLU"
         " with quantisation 0.63, weighted reduction 0.80.",
     ),
     "prefill_link_share": Bound(
@@ -95,8 +95,8 @@ BOUNDS: dict[str, Bound] = {
         "of the clock of a short benchmark",
         "Prefill keeps tensor cores busy for seconds, and the GPU throttles: 865 of 989 TFLOPS"
         " (FlashMLA deep-dive). DeepSeek's training profile against the curves of isolated kernels"
-        " gives 0.88 for its seven GEMMs and 0.91 with core attention. Not on hardware that is not"
-        " power-limited, and not in decode: its own profile rows lie on the curves.",
+        " gives 0.88 for its seven GEMMs and 0.91 with core attention. Applied only to prefill on"
+        " power-limited hardware: decode's own profile rows lie on the curves.",
     ),
     "prompt_affinity": Bound(
         0.3,

@@ -94,7 +94,7 @@ class StepModel:
                 f" {redundant_default(model, num_ranks)} redundant replicas would."
             )
         if placed is not None and placed < 1.0:
-            raise ValueError(f"placed is {placed}; a maximum over a mean must be at least 1.")
+            raise ValueError(f"placed (a maximum over a mean) is {placed}; it must be at least 1.")
         if expert_dtype not in (FP8, FP4) or (expert_dtype == FP4 and not hardware.fp4_flops):
             raise ValueError(
                 f"experts in {expert_dtype!r} do not run on {hardware.name}: fp8 runs on"

@@ -38,7 +38,7 @@ def show(
     console.print(_plans(search, plans))
     console.print(_promise(search, best, num_verify))
     console.print(
-        f"The day with autoscaling, simulated as a fluid: {day.nodes_mean:.1f} nodes on"
+        f"The day with autoscaling, simulated as a continuous flow: {day.nodes_mean:.1f} nodes on"
         f" average, {day.nodes_peak} at most, {day.tokens_per_s_user:.1f} tokens/s per"
         f" user, longest wait {day.wait_s_max:.1f} s."
     )
@@ -166,7 +166,7 @@ def _tried(rows: Sequence[Row]) -> Table:
     table.add_column("instead")
     table.add_column("value")
     table.add_column("$ a day", justify="right", no_wrap=True)
-    table.add_column("cost, or reason against it", ratio=1)
+    table.add_column("extra cost, or why it was not chosen", ratio=1)
     before = ""
     for row in rows:
         if before and row.dimension != before:

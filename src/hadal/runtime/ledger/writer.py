@@ -151,7 +151,7 @@ class LedgerWriter:
             self._is_losing |= is_lost
         if is_news:
             log.error(
-                "the ledger's queue has %d facts and is full; more are lost until its database works",
+                "the ledger's queue has %d facts and is full; further facts are lost until the database works",
                 num_waiting,
             )
 
@@ -292,7 +292,7 @@ class LedgerWriter:
     def _written(self, written: Written) -> None:
         if written.refused_ids:
             log.error(
-                "requests already recorded with different values, which stay: %s",
+                "requests are recorded already, with different values, which are kept: %s",
                 ", ".join(written.refused_ids[:3]),
             )
         with self._changed:

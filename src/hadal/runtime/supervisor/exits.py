@@ -138,7 +138,7 @@ class Exits:
         for other in self._children.ranks_of(unit):
             if other.pid:
                 log.warning(
-                    "%s ends with its leader, which has no successor",
+                    "%s ends, because its leader ended and has no successor",
                     other.name,
                     extra=about(other.name),
                 )
@@ -174,9 +174,7 @@ def _how(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     if -code == signal.SIGBUS:
-        return (
-            "killed by SIGBUS: a file that it had mapped was cut off, probably a file of the model"
-        )
+        return "killed by SIGBUS: a file that it had mapped was truncated, probably a file of the model"
     try:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:

@@ -62,7 +62,7 @@ class Stager:
                 return
             for old in [waiting for waiting in worker.waiting if waiting.layer == plan.layer]:
                 worker.waiting.remove(old)
-                self._refuse(old, f"stage {plan.stage_id} replaces it")
+                self._refuse(old, f"it was superseded by stage {plan.stage_id}")
             if len(worker.waiting) >= MAX_WAITING:
                 self._refuse(plan, f"{MAX_WAITING} layers are queued already")
             else:

@@ -145,7 +145,7 @@ def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture)
     writer.close(DEADLINE_S)
     counts = writer.counts
     assert (counts.num_written, counts.num_same, counts.num_refused) == (2, 1, 1)
-    assert "different values, which stay: b" in caplog.text
+    assert "with different values, which are kept: b" in caplog.text
 
 
 @pytest.mark.promise("facts wait in the outbox, a SQLite file that all gateways share")
@@ -257,7 +257,7 @@ def test_what_there_is_no_room_for_is_counted_and_bills_give_way_last(
     counts = writer.counts
     assert counts.num_lost == 51
     assert counts.num_added == counts.num_written + counts.num_lost
-    assert caplog.text.count("more are lost until") == 1, "a line for each spell"
+    assert caplog.text.count("further facts are lost until") == 1, "a line for each spell"
     store.close()
 
 

@@ -300,7 +300,7 @@ def _tools_of(tools: Sequence[ClientTool], referenced: Collection[str]) -> list[
     given = []
     for index, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
-            runs = "the client runs, and this server does not have its schema"
+            runs = "the client runs; this server does not have the schema of that type"
             if not tool.type.startswith(_CLIENTS):
                 runs = "a provider would have to run; this server runs no tools"
             raise RequestError(

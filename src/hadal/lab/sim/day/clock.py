@@ -35,7 +35,7 @@ class DemandClock:
         """
         if len(shares) != 24 or min(shares) <= 0:
             raise ValueError(
-                f"there are {len(shares)} shares, the smallest {min(shares, default=0)}:"
+                f"the daily curve has {len(shares)} shares, the smallest {min(shares, default=0)}:"
                 " give 24 shares above 0."
             )
         self.shares = np.asarray(shares, dtype=np.float64) / np.sum(shares)

@@ -127,7 +127,7 @@ def impossible(found: Sequence[HardwarePlans]) -> str:
                     continue
                 nearest = min(rejected, key=lambda reject: reject.shortfall)
                 lines.append(
-                    f"{one.pricing.hardware.name} has no {role} unit that meets it; the"
+                    f"{one.pricing.hardware.name} has no {role} unit that meets the SLO; the"
                     f" nearest is {nearest.what}: {nearest.why}."
                 )
     return " ".join(lines)

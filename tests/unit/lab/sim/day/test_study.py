@@ -90,7 +90,7 @@ def test_nodes_are_those_of_the_hardware() -> None:
             "fleet.start_fail_share is 1.0; it must be from 0 to below 1",
         ),
         (part("fleet", hours_between_failures=-1.0), "fleet.hours_between_failures"),
-        (part("fleet", nodes_max=10), "the floor of 5 prefill"),
+        (part("fleet", nodes_max=10), "the minimum of 5 prefill"),
         (units(PREFILL, request_balance=NO_MOVES), "prefill: request_balance is 'no_moves'"),
         (units(DECODE, request_balance="best"), "one of auto, no_moves, off, turns"),
         (units(DECODE, expert_balance="best"), "expert_balance is 'best'"),

@@ -73,8 +73,8 @@ def test_nothing_keeps_it_and_why() -> None:
     found = price_hardware(pricing, Rent(1.0, "given", ""), SearchOptions())
     assert not Search([found]).ranked()
     text = impossible([found])
-    assert "h20 has no prefill unit that meets it" in text
-    assert "h20 has no decode unit that meets it" in text
+    assert "h20 has no prefill unit that meets the SLO" in text
+    assert "h20 has no decode unit that meets the SLO" in text
     assert "TPOT" in text
     assert "at batch 1" in text
 
