@@ -365,7 +365,7 @@ def test_a_browser_that_is_full_says_so_once_and_again_after_there_was_room(
             page.evaluate(fill)
             ask(page, name)
             expect(said).to_be_visible()
-            page.click("text=OK")
+            page.get_by_role("button", name="OK", exact=True).click()
             expect(said).to_be_hidden()
             # These words take at least 1.5 s, so the page has tried to store the answer again by now (every
             # second). The notice must not come back.

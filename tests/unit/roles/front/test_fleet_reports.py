@@ -78,7 +78,7 @@ def ok(made: Front) -> None:
     assert made.check() == []
 
 
-@pytest.mark.promise("A draining unit gets no new requests and finishes those that it has")
+@pytest.mark.promise("A draining unit gets no new requests and finishes its running ones")
 def test_nothing_new_goes_to_a_draining_unit() -> None:
     made = front()
     for unit in ("prefill-0", "decode-0"):
@@ -90,7 +90,7 @@ def test_nothing_new_goes_to_a_draining_unit() -> None:
     ok(made)
 
 
-@pytest.mark.promise("A draining unit gets no new requests and finishes those that it has")
+@pytest.mark.promise("A draining unit gets no new requests and finishes its running ones")
 def test_what_it_holds_ends_there() -> None:
     made = front()
     unit = decoding(made, "a")
