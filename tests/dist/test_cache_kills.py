@@ -46,8 +46,8 @@ RANKS = (1, 1, 1, 2)
 ROOMY_MB, TIGHT_MB = 4096, 1
 """Budgets: with ROOMY_MB no block is ever overwritten, with TIGHT_MB nearly every block is."""
 
-LAST_TOKENS = 8 * BLOCK_TOKENS
-"""Tokens that fit into a tight budget."""
+LAST_TOKENS = 4 * BLOCK_TOKENS
+"""Tokens that fit into the prefill unit's part of a tight budget: five blocks."""
 
 
 @dataclass

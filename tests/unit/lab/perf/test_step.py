@@ -208,7 +208,7 @@ def test_the_slowest_ranks_attention_counts_and_the_mean_ranks_experts() -> None
     [
         (lambda: StepModel(0), "0 ranks"),
         (lambda: StepModel(100, num_redundant=32), "44 redundant replicas would"),
-        (lambda: StepModel(144, placed=0.9), "placed is 0.9"),
+        (lambda: StepModel(144, placed=0.9), "is 0.9; it must be at least 1"),
         (lambda: StepModel(144, expert_dtype="fp4"), "fp4 on b200 and gb200"),
         (lambda: StepModel(144).decode(0, 100), "requests of a rank: 0"),
         (lambda: StepModel(144).decode(8, math.nan), "KV tokens"),

@@ -73,7 +73,7 @@ def test_a_lost_rank_takes_its_writes_with_it() -> None:
 def test_check_sees_a_miscount() -> None:
     membership, _ = offered(RankPools(65), 2)
     membership._names.add(name(77))
-    assert membership.check() == ["what waits for the disk is not what is named as such"]
+    assert membership.check() == ["names differ from the blocks that wait for the disk"]
 
 
 def test_what_is_held_while_it_waits_is_given_up_for_others_the_oldest_first() -> None:

@@ -142,7 +142,11 @@ def test_a_plan_that_waits_gives_way_to_the_next_of_its_layer(rank: Rank) -> Non
     rank.stager.submit(rank.plan(1, layer=5))
     rank.stager.submit(rank.plan(2, layer=5))
     (refused,) = rank.take(1)
-    assert (refused.stage_id, refused.layer, refused.error) == (1, 5, "stage 2 replaces it")
+    assert (refused.stage_id, refused.layer, refused.error) == (
+        1,
+        5,
+        "it was superseded by stage 2",
+    )
     rank.store.go.set()
     assert [staged.stage_id for staged in rank.take(2)] == [0, 2]
 
