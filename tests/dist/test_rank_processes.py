@@ -215,7 +215,7 @@ def test_the_next_leader_takes_over_ranks_that_live_with_their_kv(
 @OTHERS
 def test_ranks_that_no_leader_takes_over_are_ended_and_started_again(struck: Server) -> None:
     text, ranks = complete(struck, FEW_TOKENS), ranks_of(struck, "decode-0")
-    kill_until(struck, "decode-0", "decode-0.0 ends with its leader")
+    kill_until(struck, "decode-0", "decode-0.0 ends, because its leader ended")
     for name, old_pid in ranks.items():
         struck.wait_restarted(name, old_pid)
     assert complete(struck, FEW_TOKENS) == text
