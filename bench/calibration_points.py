@@ -14,8 +14,8 @@ AIM, SET, HELD = "aim", "set on it", "hold-out"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One published value. If `over` is set, the compared value is the ratio of the field in
-    `command` to the field in `over`.
+    """One published value. If `over` is set, the compared value is a ratio: `field` as `command`
+    prices it, over `field` as `over` prices it.
     """
 
     id: str

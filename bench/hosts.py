@@ -117,7 +117,7 @@ def ready(hosts: Hosts, server: Server, number: int = 0) -> Iterator[Server]:
 # ---- step ----
 @dataclass(frozen=True)
 class Deployed:
-    """One of the three deployments."""
+    """One of the deployments that are compared: on one host, over two, over two without CURVE."""
 
     host: Host
     url: str

@@ -80,7 +80,9 @@ class Ranks:
         return [rank.answer(timeout_s) for rank in self._ranks]
 
     def run(self, question: Answer, timeout_s: float = 60.0) -> list[Answer]:
-        """Run a question on all ranks from the same time on; add its seconds to each answer."""
+        """Start a question on all ranks at the same time. Add `elapsed_s` to each answer: seconds until the
+        last rank has ended.
+        """
         start_s = time.perf_counter() + LEAD_S
         answers = self.ask({"do": "run", "start_s": start_s, **question}, timeout_s)
         elapsed_s = max(answer["end_s"] for answer in answers) - start_s

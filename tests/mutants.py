@@ -287,7 +287,9 @@ class Trial:
         self._console.print(f"{now} {self._name}  {text}", markup=False, highlight=False)
 
     def _reach(self) -> dict[str, Any]:
-        """Return the tests with their times and executed mutants, and the mutants executed by files' fixtures."""
+        """Return what was learned so far: per test its time and executed mutants, and per test file the
+        mutants that imports and shared fixtures execute.
+        """
         reach: dict[str, Any] = self._state.setdefault(
             "reach", {"learned": {}, "tests": {}, "files": {}}
         )
@@ -418,7 +420,9 @@ class Trial:
         )
 
     def _killer(self, copied: Copy, scope: str, number: int, tests: list[str]) -> str | None:
-        """Return the test that notices the change in the copy."""
+        """Return the first test that notices the change in the copy, or why a run ended without one to blame;
+        None if every test passes.
+        """
         reached = self._reach()["tests"]
         while tests:
             limit_s = (

@@ -62,7 +62,7 @@ def test_keys_are_added_and_revoked_while_two_gateways_serve(
     model = model_of(server, first)
 
     def statuses(key: str) -> set[int]:
-        """Return the statuses of new requests, sent until both gateways have answered one, by their log."""
+        """Send requests until the log shows that both gateways answered one; return the statuses."""
         begin, found = len(server.log()), set[int]()
         while len({*ANSWERED.findall(server.log()[begin:])}) < 2:
             found.add(ask(server, key, model, max_tokens=1).status_code)

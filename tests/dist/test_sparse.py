@@ -119,7 +119,7 @@ def test_many_ranks_and_hand_over_by_tcp(
     assert wrong(server, cases) == []
 
 
-@pytest.mark.full  # test_ep_exactness has it for another model.
+@pytest.mark.full  # `make test-more` checks another model (test_ep_exactness).
 def test_rounded_inputs_give_the_same_tokens_at_every_width(
     borrow: StartServer, folder_of_model: Path, cases: list[Case]
 ) -> None:

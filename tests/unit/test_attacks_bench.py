@@ -30,7 +30,7 @@ def test_every_attack_asks_a_server_that_turns_it_away_again(
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with closing(writer):  # Also if the test ends them before they sent anything.
+        with closing(writer):  # Also one that the test ends before the attack sends.
             heads.append(await reader.readuntil(b"\r\n\r\n"))
             writer.write(
                 b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"

@@ -34,7 +34,9 @@ class Fit:
     memory: MemoryPlan | None
     """Memory of all ranks; None if there is no plan, for the reason in `reason`."""
     reason: str
-    """Reason why this machine cannot run the deployment; empty if it can."""
+    """Reason why the machine in question cannot run the deployment, or why there is no plan; empty if it
+    can.
+    """
 
 
 @dataclass(frozen=True)

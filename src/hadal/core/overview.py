@@ -50,9 +50,9 @@ class UnitExperts(msgspec.Struct, frozen=True):
     """Placement of a unit's experts and their load."""
 
     rank_loads: tuple[tuple[float, ...], ...]
-    """Recently counted tokens, by MoE layer and rank, relative to the layer's mean."""
+    """Recently counted tokens, by MoE layer and rank; 1 is the layer's mean."""
     expert_loads: tuple[tuple[float, ...], ...]
-    """Recently counted tokens, by MoE layer and expert, relative to the layer's mean."""
+    """Recently counted tokens, by MoE layer and expert; 1 is the layer's mean."""
     num_replicas: tuple[tuple[int, ...], ...]
     """Copies of each expert, by MoE layer and expert."""
     moves: tuple[LayerMove, ...] = ()

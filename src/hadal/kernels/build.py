@@ -50,7 +50,7 @@ INSTRUCTION_SETS = {
     "generic": (),
 }
 """Compiler flags of each instruction set. A library is compiled for one set, because a token must
-not depend on the code path that multiplied it.
+not depend on the code path that computed a product.
 """
 COMPILE_TIMEOUT_S = 3600
 """Timeout of a compilation, which needs half a minute of a core: a busy machine may give it 1 %."""

@@ -111,8 +111,8 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def prepare(on_elapsed: OnElapsed) -> None:
-    """Load the library at the start of a process. `on_elapsed` receives the seconds of a
-    compilation.
+    """Load the library at the start of a process. `on_elapsed` is called repeatedly with
+    the seconds so far while the library is compiled, here or by another process.
     """
     _on_elapsed[:] = [on_elapsed]
     load()

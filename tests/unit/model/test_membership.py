@@ -105,7 +105,7 @@ class Rank:
     def decode(
         self, token: int | None = None, flips: tuple[LayerFlip, ...] = (), is_counted: bool = False
     ) -> StepDone:
-        """Decode one step. With `token` the request joins; without it continues."""
+        """Decode one step. With `token`, the request joins in this step; without it, it continues."""
         join = () if token is None else (Join(0, (1,), len(self.prompt), token, 1, GREEDY),)
         return self.step(DecodePlan(1, (), join, (), flips=flips, is_counted=is_counted))
 

@@ -225,7 +225,7 @@ def test_no_pairs_means_equal_tokens() -> None:
 
 
 def test_a_step_that_costs_much_beside_its_work_is_longer() -> None:
-    """Raise the fixed cost: steps get longer with small queues, and with dense prompts on few ranks."""
+    """A higher fixed cost makes steps longer, with a small queue and where dense prompts would shorten them."""
     cheap, dear = (StepRates(3.3e-5, 1e-8, 2e-5, step_s) for step_s in (0.0, 1.0))
     little = [PromptView(9000, 0)]
     assert step_budget_s(little, 32, cheap, 8192) < step_budget_s(little, 32, dear, 8192)

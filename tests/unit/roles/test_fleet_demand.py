@@ -61,7 +61,7 @@ def test_only_the_last_samples_are_kept() -> None:
 
 
 def test_an_hour_that_was_not_seen_is_not_learned() -> None:
-    """There is a gap from 1:30 to 4:10: the sample after it does not count for the fifth hour."""
+    """No sample arrives from 1:30 to 4:10, so the fifth hour is not learned until the next day."""
     meter = DemandMeter(60.0)
     for minute in range(28 * 60 + 30):
         if not 90 < minute < 250:

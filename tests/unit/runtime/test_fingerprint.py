@@ -127,7 +127,7 @@ def test_any_one_changed_tensor_of_many_is_noticed_in_a_sampled_file(
     folder = model(tmp_path / "a")
     before, path = of(folder), folder / "model.safetensors"
     data = np.frombuffer(path.read_bytes(), dtype=np.uint8).copy()
-    # Half of one tensor: the embedding of a few words, a single expert.
+    # Change half of one tensor: as little as the embeddings of a few words, or a single expert.
     begin = len(data) - (NUM_TENSORS - (at * 9) % NUM_TENSORS) * TENSOR + at % 2 * TENSOR // 2
     data[begin : begin + TENSOR // 2] ^= 1
     path.write_bytes(data.tobytes())

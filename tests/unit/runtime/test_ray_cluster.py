@@ -130,7 +130,7 @@ def provider(played: PlayedRay) -> RayNodeProvider:
 
 
 def have(played: PlayedRay, provider: RayNodeProvider, group: Group) -> None:
-    """Request a group alone, until it is placed."""
+    """Request only `group`, and let Ray place it."""
     provider.move((group,))
     played.find(group)
     provider.move((group,))

@@ -72,7 +72,7 @@ class _Sent:
     most_pico_usd: int
     """Highest cost, in pico-dollars; 0 without a budget."""
     is_admitted: bool = False
-    """True if a front, replaced since, counts as having admitted the generation."""
+    """True if an earlier front admitted the generation, or is assumed to have."""
     output: list[int] = field(default_factory=list)
     """Tokens of the generation so far."""
     is_resumed: bool = False

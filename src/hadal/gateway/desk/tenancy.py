@@ -21,7 +21,7 @@ KeysChanged = Callable[[], Awaitable[Keys | None]]
 
 
 class Tenancy:
-    """Owner of a gateway's keys."""
+    """A gateway's API keys: finds the tenant of a request, and follows changes of the keys."""
 
     def __init__(
         self,

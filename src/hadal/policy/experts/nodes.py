@@ -29,7 +29,7 @@ from hadal.policy.experts.tables import held_by
 NUM_LIGHT = 6
 """Lightest ranks that the heaviest may trade with. More: at best 1.5 % less traffic, 2x the time."""
 MAX_PARTITIONS = 3000
-"""Most ways to deal groups to nodes that are all tried (105 for 8 groups on 4 nodes)."""
+"""Try all ways to deal groups to nodes if there are at most this many (8 groups, 4 nodes: 105)."""
 
 
 def deal_groups(loads_LG: Floats, num_ranks_N: Ints) -> Ints:

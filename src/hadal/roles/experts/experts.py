@@ -128,7 +128,7 @@ class ExpertBalancer:
         self.installer.tick(now_s)
 
     def forgive(self, gap_s: float) -> None:
-        """Do not count `gap_s` seconds during which the leader did not run."""
+        """Extend the deadline of staging by `gap_s` seconds during which the leader did not run."""
         self.installer.forgive(gap_s)
 
     # ---- reports ----

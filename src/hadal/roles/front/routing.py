@@ -128,8 +128,8 @@ class RequestRouting:
         return chosen
 
     def prefill_unit(self, record: Record) -> tuple[str, int] | None:
-        """Return the prefill unit of the request's fingerprint that can start it now, and the
-        positions that it has cached there; None if the request must wait.
+        """Return the prefill unit of the request's fingerprint that can start it now, and how many of
+        the request's positions are cached there; None if the request must wait.
         """
         num_tokens, fingerprint = record.num_tokens, record.fingerprint
         tenant, has_place = record.generation.tenant, record.num_blocks_taken > 0

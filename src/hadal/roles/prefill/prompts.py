@@ -1,5 +1,5 @@
-"""Prompts of a prefill unit: the chunks that a step takes on each rank, and the cut of a rank's
-part.
+"""Prompts of a prefill unit: the chunks that each rank computes in a step, and how a rank's
+chunks are cut into two micro-batches.
 
     waiting (of the unit) --pack: a rank is chosen--> started (on that rank, with all its blocks)
 

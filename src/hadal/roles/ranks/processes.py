@@ -115,7 +115,7 @@ class RankProcesses:
         return [index for index, rank in enumerate(self._ranks) if rank.is_living]
 
     def has(self, unit: str, rank: int) -> bool:
-        """Return whether this unit and rank are one of these ranks."""
+        """Return whether rank `rank` of unit `unit` is one of these ranks."""
         return unit == self.unit and 0 <= rank < len(self._ranks)
 
     def rank_named(self, name: str) -> int | None:

@@ -72,9 +72,8 @@ class OwnSegments:
         self.make_folder()
         # A folder with other files, such as a home, keeps its mode: segments themselves are 0600.
         if all(path.suffix in (SUFFIX, NEW_SUFFIX) for path in self._folder.iterdir()):
-            with contextlib.suppress(
-                PermissionError
-            ):  # Another user's; the start has reported that (runtime/cache_folder).
+            # Another user's folder: the start has reported that (runtime/cache_folder).
+            with contextlib.suppress(PermissionError):
                 take_from_others(self._folder)
         remove_unfinished(self._folder)
         return self.adopt()

@@ -79,8 +79,8 @@ class KvPool:
         )
         """Bytes of all blocks, [P, block_bytes]."""
         self._toucher: threading.Thread | None = None
-        """Owner's thread in `_touch`. It refers to the pool, so a reader has none: the reader's
-        mapping goes with the last view.
+        """Owner's thread, which runs `_touch`. A reader has none: the thread refers to the pool, and
+        would keep the reader's mapping after its last view.
         """
         if is_owner:
             self._toucher = threading.Thread(target=self._touch, name="touch", daemon=True)

@@ -122,8 +122,8 @@ def day() -> Workload:
 
 
 def test_requests_come_by_the_shape_of_the_day(day: Workload) -> None:
-    # At night there are 5,000 requests per hour. Turns of a session have similar, widely varying
-    # lengths: 4 % of noise.
+    # At night there are 5,000 requests per hour. Lengths vary widely between sessions
+    # and little within one: 4 % of noise.
     for weights, most in ((np.ones(len(day)), 0.05), (day.tokens_out, 0.07), (day.tokens_in, 0.12)):
         shares = np.bincount(hour_index(day.arrival_s), weights, 24) / weights.sum()
         assert np.abs(shares / np.array(DEEPSEEK_SHARES) - 1).max() < most

@@ -53,7 +53,7 @@ def test_kv_is_pulled_then_two_plans_go_out() -> None:
 
 
 def test_a_join_is_as_pulled_until_a_token_of_it_was_delivered() -> None:
-    """Void plans do not change a join: the leader cannot tell if the Runner executed it."""
+    """A join of a void plan is sent again: the leader cannot tell if the Runner executed it."""
     unit = decode_leader()
     first, _ = occupant(unit, "a")
     reset = RankReset((), (), ("p",), 1)

@@ -1,4 +1,4 @@
-"""Test StepScheduler: fixed by name or by price, one decision for all ranks, equal parts."""
+"""Test StepScheduler: a schedule by name or by price, one decision for all ranks, equal parts."""
 
 from __future__ import annotations
 
