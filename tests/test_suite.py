@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,11 @@ import pytest
 from tests.needs import HOW
 from tests.suite import parts as suite_parts
 from tests.suite.__main__ import suite_console
-from tests.suite.budget import Budget
+from tests.suite.budget import PATH, Budget
 from tests.suite.changed import chosen
 from tests.suite.events import Ended, Event, Selected, Used
-from tests.suite.parts import Part, Running, parts
+from tests.suite.folders import folder_of
+from tests.suite.parts import ROOT, Part, Running, parts
 from tests.suite.summary import Summary, chosen_options
 
 MIXED = f"""
@@ -194,3 +196,12 @@ def test_a_folder_far_above_its_budget_is_named(monkeypatch: pytest.MonkeyPatch)
     summary.folder_to_s.update({"tests/sim": 2.9, "tests/dist": 3.1, "tests/new": 9.0})
     _, over = summary.table_processor(budget, 0.1)
     assert over == ["tests/dist"]
+
+
+def test_every_folder_of_tests_has_a_budget() -> None:
+    """A folder that is renamed takes its budget along: without one, it could never be above it."""
+    tests = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
+    folders = {folder_of(str(path)) for path in tests} | {"collection"}
+    units = tomllib.loads(PATH.read_text())["units"]
+    assert set(units["test"]) == folders
+    assert set(units["more"]) <= folders

@@ -5,7 +5,7 @@
     python -m tests.suite.language --write         lower the budget to what was counted; it never rises
     python -m tests.suite.language --draw 100 --seed 1    draw docstrings and comments for readers to grade
 
-Two marks are counted. Marker words stand for persons or are vague ("whose", "so many"); their count is
+Two marks are counted. Marker words (MARKER) stand for persons or are vague; their count is
 given per 1,000 words of docstrings and comments. Odd beginnings are a preposition, a relative or a
 pronoun; their count is given in percent of all docstrings. Both only hint at problems: a text without
 them can still be unclear.

@@ -246,9 +246,9 @@ def document(rows: Iterable[Described], model: str, *, is_open: bool) -> dict[st
         "info": {
             "title": "Hadal",
             "version": __version__,
-            "description": f"Serves {model}. docs/api.md lists the fields of other services that have no"
-            " effect here, and those that are rejected. The title of a reply in another service's"
-            " format, or of an event's data, is the type in that service's Python client.",
+            "description": f"Serves {model}. docs/api.md lists other services' fields that have no effect"
+            " here or are rejected. The title of a reply in another service's format, or of an"
+            " event's data, is the type in that service's Python client.",
         },
         "paths": paths,
         "components": {

@@ -251,7 +251,7 @@ _EVERYWHERE = (
     _inert(
         "repeat_last_n dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers"
         " xtc_threshold mirostat_tau mirostat_eta mirostat_lr dynatemp_exponent",
-        "they are options of samplers whose own fields are rejected",
+        "they only tune samplers that are rejected",
         "llama.cpp, Fireworks",
     ),
     _refused(

@@ -77,7 +77,7 @@ _Cached = dict[str, tuple[str, dict[str, str]]]
 """Metric -> (description, tier -> its name in UnitReport.cache; "" for a metric without tiers)."""
 _CACHE_COUNTERS: _Cached = {
     "hadal_cache_hit_tokens": (
-        "Prompt tokens whose KV a unit found in its cache, by tier.",
+        "Prompt tokens found in a unit's KV cache, by tier.",
         {"memory": cache.MEMORY_HIT_TOKENS, "disk": cache.DISK_HIT_TOKENS},
     ),
     "hadal_cache_miss_tokens": ("Prompt tokens that a unit computed.", {"": cache.MISS_TOKENS}),
@@ -394,7 +394,7 @@ class _BatchCollector(Collector):
         )
         lines = CounterMetricFamily(
             "hadal_batch_lines",
-            "Requests of batches by outcome; those that failed in the server are retried.",
+            "Requests of batches by outcome. A request that failed in the server is retried.",
             labels=("outcome",),
         )
         for outcome, number in outcomes.items():

@@ -184,8 +184,8 @@ def _unused(flat: str, taken: Mapping[str, CallName]) -> str:
 def _function(tool: ResponseTool, flat: str, where: str, *, is_custom: bool) -> dict[str, Any]:
     if tool.type not in ("function", "custom"):
         raise RequestError(
-            f"{where}.type is {tool.type[:40]!r}, whose schema this server does not have; send a tool"
-            " of type 'function', 'custom' or 'namespace'.",
+            f"{where}.type is {tool.type[:40]!r}, and this server has no schema for it; send a tool of"
+            " type 'function', 'custom' or 'namespace'.",
             f"{where}.type",
         )
     check_depth(tool.parameters, f"{where}.parameters")
