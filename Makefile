@@ -39,7 +39,7 @@ chat: setup  ## chat in the terminal with a running server
 eval: setup  ## how well a running server answers the tasks its model was taught
 	@$(BIN)/python -m evals $(ARGS)
 
-test: setup  ## the test suite (8 minutes); CHANGED=main runs the tests of what changed since main
+test: setup  ## the test suite (9 minutes); CHANGED=main runs the tests of what changed since main
 	@$(BIN)/python -m tests.suite test $(if $(CHANGED),--changed $(CHANGED)) $(ARGS)
 
 test-more: setup  ## what `make test` leaves out, and campaigns with fresh seeds (30 minutes)

@@ -1,6 +1,6 @@
 """Levels of the suite: which tests a run includes, and how large they are.
 
-    test    `make test`, 8 minutes on two quiet cores: one case of every promise
+    test    `make test`, 9 minutes on two quiet cores: one case of every promise
     more    `make test-more`, 30 minutes: the tests marked `more`, and properties with more examples
     all     `make test-all`, hours: everything, at full sizes
 
