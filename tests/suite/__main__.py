@@ -1,6 +1,6 @@
 """Run the suite at a level, show its progress, and end with skipped tests and costs.
 
-    python -m tests.suite test                        8 minutes on two quiet cores
+    python -m tests.suite test                        9 minutes on two quiet cores
     python -m tests.suite more                        tests that `test` leaves out, and larger campaigns
     python -m tests.suite all                         everything at full sizes: hours
     python -m tests.suite test --changed main         tests of files that changed since main, and of
