@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "hadal"
 
@@ -358,7 +360,7 @@ def tracked_files() -> list[Path]:
         ["git", "ls-files", "-co", "--exclude-standard", "-z"],
         cwd=ROOT,
         capture_output=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     if found.returncode != 0:
@@ -405,7 +407,7 @@ def test_deciding_and_connecting_code_loads_no_torch() -> None:
     code = f"import sys\nfor name in {modules}: __import__(name)\nassert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, cwd=ROOT / "src", capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT / "src", capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -429,7 +431,7 @@ def test_ruff_looks_at_every_folder() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=True,
     )
     seen = set(found.stdout.split())

@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".peers" / "clients"
 DOCUMENT = ROOT / "docs" / "clients.md"
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0
 INSTALL_TIMEOUT_S = 600.0
 CLIENT_TIMEOUT_S = 600.0
 
@@ -313,7 +313,7 @@ def main() -> None:
     trials: list[Trial] = []
     given = nullcontext((arguments.url or "").rstrip("/").removesuffix("/v1"))
     with served() if arguments.url is None else given as url:
-        model = httpx.get(f"{url}/v1/models", timeout=180).json()["data"][0]["id"]
+        model = httpx.get(f"{url}/v1/models", timeout=600).json()["data"][0]["id"]
         for name in arguments.only:
             with console.status(f"{name} (the first time, it is installed) ..."):
                 found = tried(name, url, model)

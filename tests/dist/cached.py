@@ -27,7 +27,7 @@ from hadal.kv.names import extend, root_of
 from hadal.runtime.process.process import read_run
 from tests.dist.segments import names_on_disk
 from tests.dist.serving import Server
-from tests.waiting import Hang, wait_until
+from tests.waiting import DEADLINE_S, Hang, wait_until
 
 TOTALS = {
     MEMORY_HIT_TOKENS: ("hadal_cache_hit_tokens_total{", 'tier="memory"'),
@@ -78,7 +78,7 @@ def settle(server: Server, key: str = "") -> dict[str, int]:
     """
 
     def is_done() -> str:
-        reply = httpx.get(f"{server.url}/audit", timeout=60, headers=server.headers(key))
+        reply = httpx.get(f"{server.url}/audit", timeout=DEADLINE_S, headers=server.headers(key))
         is_idle = reply.status_code == 200 and not any(
             unit["num_blocks_used"] or unit["num_requests"]
             for unit in reply.json()["units"].values()
@@ -134,7 +134,7 @@ def _wait_right(wrong: Callable[[], str], what: str) -> None:
 
 
 def _metrics(server: Server, key: str) -> list[str]:
-    reply = httpx.get(f"{server.url}/metrics", timeout=60, headers=server.headers(key))
+    reply = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S, headers=server.headers(key))
     return reply.text.splitlines()
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from tests.dist.serving import Server
+from tests.waiting import DEADLINE_S
 
-TIMEOUT_S = 180.0
 AUDITOR = "auditor"
-CLIENT = httpx.Client(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
+CLIENT = httpx.Client(timeout=DEADLINE_S, limits=httpx.Limits(max_connections=None))
 """HTTP client that all threads share: making one takes longer than a request."""
 
 
@@ -26,7 +26,7 @@ def keys_command(path: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=TIMEOUT_S,
+        timeout=DEADLINE_S,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     return done.stdout.strip()
@@ -38,7 +38,7 @@ def with_keys(*keys: str) -> list[str]:
 
 
 def model_of(server: Server, key: str) -> str:
-    reply = httpx.get(f"{server.url}/v1/models", headers=header(key), timeout=TIMEOUT_S)
+    reply = httpx.get(f"{server.url}/v1/models", headers=header(key), timeout=DEADLINE_S)
     return str(reply.json()["data"][0]["id"])
 
 

@@ -23,11 +23,10 @@ import httpx
 
 from hadal.runtime.topology import GATEWAY
 from tests.dist.serving import Server, finish, launch, metric
-from tests.waiting import Hang, wait_until
+from tests.waiting import DEADLINE_S, Hang, wait_until
 
 MAX_IDLE = 2
 """Maximum number of idle servers per pytest process, besides a plain one. Each has at least five processes."""
-AUDIT_S = 60.0
 """Seconds within which a returned server must be clean: a disconnect is noticed at the next token."""
 ALIVE = ("ready", "resting")
 """Phases of processes that run, or that rest and need not run."""
@@ -130,7 +129,7 @@ class Pool:
         left = ["nothing was asked"]
 
         def clean() -> bool:
-            reply = httpx.get(f"{server.url}/audit", timeout=30, headers=headers)
+            reply = httpx.get(f"{server.url}/audit", timeout=DEADLINE_S, headers=headers)
             left[0] = reply.text
             return reply.status_code == 200 and not any(
                 unit["num_blocks_used"] or unit["num_requests"]
@@ -138,7 +137,7 @@ class Pool:
             )
 
         try:
-            wait_until(clean, "no unit has a request or a block in use", AUDIT_S)
+            wait_until(clean, "no unit has a request or a block in use")
         except Hang:
             raise AssertionError(left[0]) from None
         running = metric(server, "hadal_generations_now", key=pooled.api_key)
@@ -170,7 +169,7 @@ def check_tokens(server: Server, key: str = "") -> int:
         return counts[0] == counts[1]
 
     try:
-        wait_until(agree, "metric and ledger have the same output tokens", AUDIT_S)
+        wait_until(agree, "metric and ledger have the same output tokens")
     except Hang:
         raise AssertionError(
             f"it counted {counts[0]:.0f} output tokens, and its ledger has {counts[1]}"
@@ -182,7 +181,9 @@ def _tokens_in_ledger(server: Server) -> int:
     """Return the ledger's output tokens; 0 if no ledger exists yet."""
     path = server.folder.parent / "ledger.sqlite"
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as ledger:
+        with closing(
+            sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=DEADLINE_S)
+        ) as ledger:
             rows = ledger.execute("SELECT COALESCE(SUM(tokens_out), 0) FROM hadal_requests")
             return int(rows.fetchone()[0])
     except sqlite3.OperationalError:

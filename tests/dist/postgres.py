@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.needs import NEEDS, leave_out, need
+from tests.waiting import DEADLINE_S
 
-TIMEOUT_S = 180.0
 _OPTIONS = "-c listen_addresses='' -c fsync=on -c max_connections=20 -c shared_buffers=16MB"
 
 
@@ -45,7 +45,7 @@ class Postgres:
         subprocess.run(
             [str(self._bin / command), *arguments],
             check=True,
-            timeout=TIMEOUT_S,
+            timeout=DEADLINE_S,
             user=self._user,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

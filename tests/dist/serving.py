@@ -23,10 +23,9 @@ from tests.dist.gate import Gate
 from tests.dist.served import Forked, fork
 from tests.processes import is_alive
 from tests.suite import events
-from tests.waiting import wait_for, wait_until
+from tests.waiting import DEADLINE_S, wait_for, wait_until
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-STOP_TIMEOUT_S = 120.0
 
 SMALL: dict[str, Any] = {
     "prefill": {"threads": 1, "kv_memory_mb": 64},
@@ -34,7 +33,7 @@ SMALL: dict[str, Any] = {
 }
 """Deployment fields of every test server unless the test sets others."""
 RANKED: dict[str, Any] = {
-    "collective_timeout_s": 120.0,
+    "collective_timeout_s": 2 * DEADLINE_S,
     "prefill": {"ranks": 2, "threads": 1, "kv_memory_mb": 32},
     "decode": {
         "ranks": 4,
@@ -85,7 +84,7 @@ class Server:
     @property
     def model(self) -> str:
         """Name of the model in the API."""
-        return str(httpx.get(f"{self.url}/v1/models", timeout=10).json()["data"][0]["id"])
+        return str(httpx.get(f"{self.url}/v1/models", timeout=DEADLINE_S).json()["data"][0]["id"])
 
     def pids(self) -> dict[str, int]:
         """Return process name ("gateway", "prefill-0", "decode-0" ...) -> pid; 0 if it does not run."""
@@ -129,7 +128,7 @@ class Server:
         """Return the output of the server and its processes."""
         return self.log_path.read_text(errors="replace")
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+    def stop(self, timeout_s: float = DEADLINE_S) -> int:
         """Send SIGTERM and wait for the end; return the exit code."""
         self.gate.open()
         self.status()
@@ -152,14 +151,14 @@ class Server:
 
 def blocks_used(server: Server) -> int:
     """Return the used blocks of all units, from an audit in which every ledger must add up."""
-    reply = httpx.get(f"{server.url}/audit", timeout=30)
+    reply = httpx.get(f"{server.url}/audit", timeout=DEADLINE_S)
     assert reply.status_code == 200, reply.text
     return sum(unit["num_blocks_used"] for unit in reply.json()["units"].values())
 
 
 def metric(server: Server, name: str, label: str = "", *, key: str = "") -> float:
     """Return the sum of a metric over its series, or only over those with this label."""
-    reply = httpx.get(f"{server.url}/metrics", timeout=60, headers=Server.headers(key))
+    reply = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S, headers=Server.headers(key))
     lines = reply.text.splitlines()
     values = [
         float(line.rpartition(" ")[2])
@@ -268,7 +267,7 @@ def finish(server: Server) -> None:
             server.stop()
         except subprocess.TimeoutExpired:
             server.process.kill()
-            server.process.wait(STOP_TIMEOUT_S)
+            server.process.wait(DEADLINE_S)
             pytest.fail(f"hadal serve did not end:\n{server.log()}")
     wait_until(
         lambda: not any(is_alive(pid) for pid in pids), "all processes of the server are gone"

@@ -34,10 +34,11 @@ from tests.dist.chats import Chat, Named, everyday_chats, talk, with_kv, wrong
 from tests.dist.conftest import starting
 from tests.dist.oracle import FULL
 from tests.dist.segments import cut_off, flip_bits, names_on_disk
-from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer
+from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
 from tests.levels import LEVEL
 from tests.needs import leave_out
+from tests.waiting import DEADLINE_S
 
 NUM_CHATS, NUM_TURNS = (30, 4) if FULL else (2, 2) if LEVEL == "test" else (5, 4)
 NUM_OF_ANOTHER = 30 if FULL else 2
@@ -67,7 +68,7 @@ class Keeper:
         for _ in range(2):
             assert wrong(chats, talk(self.server.url, self.server.model, chats)) == []
             seen = settle(self.server)
-        assert httpx.get(f"{self.server.url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{self.server.url}/health", timeout=DEADLINE_S).status_code == 200
         processes = self.server.status().processes.values()
         assert all(process.num_starts == 1 for process in processes), self.server.log()
         return seen
@@ -174,7 +175,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "hadal-test", str(folder)],
         capture_output=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     if done.returncode:
@@ -182,7 +183,9 @@ def small_disk(folder: Path) -> Iterator[Path]:
         leave_out(f"no small file system can be mounted here ({why})", "sudo make test-more")
     yield folder
     # The server may still have files open: it ends after this fixture.
-    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, timeout=60, check=True)
+    subprocess.run(
+        ["umount", "--lazy", str(folder)], capture_output=True, timeout=DEADLINE_S, check=True
+    )
 
 
 @OTHER_FAULT
@@ -199,7 +202,7 @@ def test_a_folder_that_cannot_be_written(start_server: StartServer, folder: Path
     """A file as parent makes the folder unwritable for root, too."""
     (folder / "file").write_text("no folder\n")
     server = start_server(**cache_fields(folder / "file" / "cache", memory=False), wait=False)
-    assert server.process.wait(STOP_TIMEOUT_S) == EXIT_CONFIG
+    assert server.process.wait(DEADLINE_S) == EXIT_CONFIG
     assert (
         "cannot be used (Not a directory). Name a folder that you may write to in --cache-folder"
         in server.log()

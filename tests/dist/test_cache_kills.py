@@ -28,9 +28,9 @@ from tests.dist.chats import Answer, Chat, ask, client_for, everyday_chats, talk
 from tests.dist.keyed import model_of
 from tests.dist.oracle import FULL
 from tests.dist.segments import Record, names_on_disk, records_on_disk
-from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive
+from tests.dist.serving import Server, StartServer, is_alive
 from tests.fresh import fresh
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 NUM_ROOMY, NUM_TIGHT = (100, 100) if FULL else (2, 1)
 NUM_CHATS = 24 if FULL else 8
@@ -143,7 +143,7 @@ def kill_all(server: Server, way: str) -> None:
         server.process.kill()
     else:
         os.killpg(server.process.pid, signal.SIGKILL)
-    server.process.wait(STOP_TIMEOUT_S)
+    server.process.wait(DEADLINE_S)
     wait_until(lambda: not any(map(is_alive, pids)), "every process of the server is gone")
 
 

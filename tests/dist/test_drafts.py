@@ -27,13 +27,13 @@ from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.dist.test_ep_exactness import units
 from tests.fresh import fresh
 from tests.levels import LEVEL
+from tests.waiting import DEADLINE_S
 
 FEW = LEVEL == "test"
 NUM_SAMPLED = 1000 if FULL else 12 if FEW else 48
 NUM_CASES, NUM_FRESH = (200, 50) if FULL else (8, 1) if FEW else (24, 8)
 MORE = pytest.mark.more("another way to serve; one rank is in `make test`")
 SLOW = pytest.mark.slow("steps in halves on six ranks")
-TIMEOUT_S = 300.0
 CONCURRENCY = 24
 POINT = 0.01
 """Largest difference between the share of right drafts and the offline measure."""
@@ -80,7 +80,7 @@ async def ask_all(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
     """Return the choices of every request."""
     gate, model = asyncio.Semaphore(CONCURRENCY), server.model
     limits = httpx.Limits(max_connections=CONCURRENCY + 4)
-    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S, limits=limits) as client:
 
         async def one(body: dict[str, Any]) -> Any:
             async with gate:

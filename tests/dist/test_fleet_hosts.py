@@ -282,7 +282,7 @@ class LiveDay:
 
     def client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits)
+        return httpx.AsyncClient(base_url=self._url, timeout=DEADLINE_S, limits=limits)
 
     async def quiet(self) -> list[list[int]]:
         """Return the answers of an otherwise idle deployment."""

@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist.oracle import FULL, complete_all, differences, everyday_cases
 from tests.dist.serving import FORMED, Server, StartServer, kill_at_work
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 VICTIM = "decode-0.1"
 
@@ -30,7 +30,7 @@ def test_the_plain_loops_tokens_with_a_rank_killed_and_without(start_server: Sta
     cases = everyday_cases(64 if FULL else 16, seed=41)
     server = start_server(
         transport="gloo",
-        collective_timeout_s=1200.0,
+        collective_timeout_s=2 * DEADLINE_S,
         prefill={"ranks": 2, "kv_memory_mb": 32},
         decode={"ranks": 2, "kv_memory_mb": 32, "max_requests": 16, "redundant_experts": 64},
     )
@@ -47,5 +47,5 @@ def test_the_plain_loops_tokens_with_a_rank_killed_and_without(start_server: Sta
     wait_until(lambda: members(server)[-1] == "0, 1", f"{VICTIM} belongs to its unit again")
     few = cases[:4]
     assert differences(few, asyncio.run(complete_all(url, model, few, concurrency=4))) == []
-    audit = httpx.get(f"{url}/audit", timeout=60)
+    audit = httpx.get(f"{url}/audit", timeout=DEADLINE_S)
     assert audit.status_code == 200, audit.text

@@ -14,7 +14,7 @@ from hadal.runtime.transfer.nixl import package
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases
 from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.needs import skip_unless
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 NUM_CASES = 200 if FULL else 24
 NEEDS_NIXL = skip_unless(package() is not None, "no NIXL", "pip install 'hadal[nixl]'")
@@ -37,7 +37,7 @@ def transports(server: Server) -> set[str]:
 
 def is_clean(server: Server) -> bool:
     """Return whether no unit has a used block and the audit finds no problem."""
-    reply = httpx.get(f"{server.url}/audit", timeout=60).json()
+    reply = httpx.get(f"{server.url}/audit", timeout=DEADLINE_S).json()
     return reply["problems"] == [] and not any(
         unit["num_blocks_used"] for unit in reply["units"].values()
     )

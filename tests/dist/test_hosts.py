@@ -42,7 +42,7 @@ THREE_HOSTS = {
     "prefill": {**SMALL, "threads": 2},
     "decode": {**SMALL, "ranks": 2, "threads": 3},
     "gateway": {"nodes": 1},
-    "collective_timeout_s": 100.0,
+    "collective_timeout_s": 2 * DEADLINE_S,
 }
 """Deployment in which each process fits on one host only. A step that a test holds is not broken off."""
 FAULT = pytest.mark.more("needs three hosts, and waits until what it breaks is whole again")
@@ -118,6 +118,7 @@ class Deployed:
         wait_until(is_whole, "all processes are ready")
 
     def keep_ray_nodes(self) -> None:
+        """Start Ray nodes that have ended: Ray abandons one that takes 30 s to start."""
         for host in self.hosts:
             self.hosts.keep_ray_node(host)
 
@@ -125,6 +126,7 @@ class Deployed:
         """Wait until a process was started again and all are ready."""
 
         def is_started_again() -> bool:
+            self.keep_ray_nodes()
             return self.server.status().processes[process].num_starts > num_starts
 
         wait_until(is_started_again, f"{process} is started again")

@@ -20,12 +20,11 @@ from tests.dist import gate
 from tests.dist.cached import settle
 from tests.dist.pool import OUTPUT_TOKENS
 from tests.dist.served import fork
-from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, metric
+from tests.dist.serving import Server, StartServer, metric
 from tests.unit.runtime.ledger.test_outbox import left_in
-from tests.waiting import wait_for, wait_until
+from tests.waiting import DEADLINE_S, wait_for, wait_until
 
 WHOLE = {"ignore_eos": True, "temperature": 0}
-TIMEOUT_S = 120.0
 NUM_LONG = 4
 DECODING = 'state="decoding"'
 MORE_TOKENS = 100
@@ -37,7 +36,7 @@ def report(path: Path, *arguments: str) -> dict[str, Any]:
     with tempfile.TemporaryFile() as said:
         command = ["report", "--ledger", str(path), "--json", *arguments]
         done = fork(command, os.environ, said.fileno())
-        code = done.wait(TIMEOUT_S)
+        code = done.wait(DEADLINE_S)
         said.seek(0)
         printed = said.read().decode()
     assert code == 0, printed
@@ -47,7 +46,7 @@ def report(path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def rows(path: Path, sql: str) -> list[tuple[Any, ...]]:
-    connection = sqlite3.connect(path, timeout=120)
+    connection = sqlite3.connect(path, timeout=DEADLINE_S)
     try:
         return connection.execute(sql).fetchall()
     finally:
@@ -67,7 +66,7 @@ async def ask(client: httpx.AsyncClient, model: str, stream: bool, **fields: Any
     body = {"model": model, "stream": stream, **WHOLE, **fields}
     if stream:
         body["stream_options"] = {"include_usage": True}
-    reply = await client.post("/v1/completions", json=body, timeout=TIMEOUT_S)
+    reply = await client.post("/v1/completions", json=body, timeout=DEADLINE_S)
     assert reply.status_code == 200, reply.text
     if not stream:
         usage = reply.json()["usage"]
@@ -100,7 +99,7 @@ def leave_in_the_middle(server: Server, model: str, after: int) -> tuple[str, in
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     data = b""
-    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         while num_tokens_in(data) < after:
             data += connection.recv(65_536)
@@ -282,6 +281,6 @@ def test_a_file_of_something_else_ends_the_start_with_a_reason(
     path = folder / "notes.txt"
     path.write_text("these are notes " * 100)
     server = start_server(wait=False, ledger={"url": str(path)})
-    assert server.process.wait(STOP_TIMEOUT_S) == 2
+    assert server.process.wait(DEADLINE_S) == 2
     assert "it is not a SQLite file. Give the ledger another path." in server.log()
     assert path.read_text() == "these are notes " * 100

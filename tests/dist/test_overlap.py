@@ -15,9 +15,9 @@ from bench.overlap_model import ModelCase
 from bench.overlap_ranks import Ranks
 from bench.overlap_variants import DECODE, PREFILL, TWO
 from hadal.comm.layout import DISPATCH_FORMATS, MODES
+from tests.waiting import DEADLINE_S
 
 SMALL = ModelCase(num_tokens=128, num_layers=2, expert_size=64)
-LIMIT_S = 180.0
 FIRST = MODES[0]
 OTHERS = [
     pytest.param(mode, marks=pytest.mark.more("another mode of the same exchanges"))
@@ -37,9 +37,9 @@ def test_schedules_change_no_bit_of_a_real_model(ranks: Ranks, mode: str) -> Non
     """Runs the same micro-batches under every schedule, with real ops, tokens and experts' rows
     over the mesh.
     """
-    ranks.ask({"do": "model", "case": asdict(replace(SMALL, mode=mode))}, LIMIT_S)
+    ranks.ask({"do": "model", "case": asdict(replace(SMALL, mode=mode))}, DEADLINE_S)
     digests = [
-        [answer["digest"] for answer in ranks.run(variant.question(), LIMIT_S)]
+        [answer["digest"] for answer in ranks.run(variant.question(), DEADLINE_S)]
         for variant in (TWO, PREFILL, DECODE)
     ]
     assert digests[1:] == digests[:1] * 2
@@ -53,8 +53,8 @@ def test_dispatched_bytes_are_the_formulas(ranks: Ranks, mode: str) -> None:
     sent: dict[str, int] = {}
     for dispatch_format in DISPATCH_FORMATS:
         case = replace(SMALL, mode=mode, dispatch_format=dispatch_format)
-        ranks.ask({"do": "model", "case": asdict(case)}, LIMIT_S)
-        answers = ranks.run(TWO.question(), LIMIT_S)
+        ranks.ask({"do": "model", "case": asdict(case)}, DEADLINE_S)
+        answers = ranks.run(TWO.question(), DEADLINE_S)
         sent[dispatch_format] = sum(answer["sent_bytes"] for answer in answers)
         formula_bytes = sum(answer["formula_bytes"] for answer in answers)
         assert sent[dispatch_format] == pytest.approx(formula_bytes, rel=0.02)

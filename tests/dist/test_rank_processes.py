@@ -23,7 +23,7 @@ from tests.dist.serving import FORMED, RANKED, Server, StartServer, kill_at_work
 from tests.fresh import fresh
 from tests.levels import FULL, MORE
 from tests.processes import is_alive
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 NUM_ROUNDS = 30 if FULL else 2 if MORE else 1
 NUM_KILLS, NUM_STOPS = (50, 20) if FULL else (3, 1)
@@ -72,7 +72,7 @@ def is_whole(server: Server) -> bool:
 
 def is_clean(server: Server) -> bool:
     """Return whether all ledgers add up, and every rank's pool exists and no other."""
-    audit = httpx.get(f"{server.url}/audit", timeout=60)
+    audit = httpx.get(f"{server.url}/audit", timeout=DEADLINE_S)
     return audit.status_code == 200 and len(server.shared_pools()) == sum(WHOLE.values())
 
 
@@ -226,7 +226,7 @@ def test_ranks_that_no_leader_takes_over_are_ended_and_started_again(struck: Ser
 @OTHERS
 def test_health_names_dead_ranks(struck: Server) -> None:
     def health() -> tuple[int, str, list[str]]:
-        reply = httpx.get(f"{struck.url}/health", timeout=60)
+        reply = httpx.get(f"{struck.url}/health", timeout=DEADLINE_S)
         return reply.status_code, reply.json()["status"], reply.json()["missing"]
 
     def see(names: Sequence[str], state: tuple[int, str, list[str]]) -> None:

@@ -181,7 +181,7 @@ def _is_near(name: str, victim: str) -> bool:
 def start_ranked(start_server: StartServer, **options: Any) -> Server:
     unit = {"ranks": RANKS, "kv_memory_mb": 32}
     decode = unit | {"redundant_experts": 64}
-    return start_server(prefill=unit, decode=decode, collective_timeout_s=120.0, **options)
+    return start_server(prefill=unit, decode=decode, collective_timeout_s=2 * DEADLINE_S, **options)
 
 
 def drawn(num_rounds: int, rng: random.Random) -> list[Strike]:

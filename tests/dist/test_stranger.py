@@ -129,7 +129,7 @@ def networked() -> Iterator[Server]:
             handover="tcp",
             # No rank may count as lost because a busy machine delays its heartbeats.
             rank_timeout_s=30.0,
-            collective_timeout_s=120.0,
+            collective_timeout_s=2 * DEADLINE_S,
             unit_timeout_s=60.0,
             decode={"ranks": 2},
             environment={"HADAL_API_KEYS": KEY},

@@ -22,7 +22,7 @@ from hadal.runtime.resolve import model_folder
 from hadal.runtime.supervisor.draining import SAME_SIGNAL_S
 from tests.dist.answers import asked, complete, under_way
 from tests.dist.conftest import starting
-from tests.dist.serving import RANKED, SOURCE, STOP_TIMEOUT_S, Server, StartServer, blocks_used
+from tests.dist.serving import RANKED, SOURCE, Server, StartServer, blocks_used
 from tests.processes import is_alive
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -272,7 +272,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(ending: StartServer) 
     assert streams.join() == [undisturbed]
     assert refused.status_code == 503
     assert "Retry-After" in refused.headers
-    assert server.process.wait(STOP_TIMEOUT_S) == 0
+    assert server.process.wait(DEADLINE_S) == 0
     assert not (server.folder / RUN_FILE).exists(), "its secret is gone"
 
 

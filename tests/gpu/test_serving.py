@@ -13,6 +13,7 @@ import torch
 from tests.dist.oracle import Case, complete_all, differences, make_cases
 from tests.dist.serving import StartServer, kill_at_work
 from tests.needs import skip_unless
+from tests.waiting import DEADLINE_S
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +43,7 @@ def test_the_plain_loops_tokens(
     )
     outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=16))
     assert differences(cases, outputs) == []
-    audit = httpx.get(f"{server.url}/audit", timeout=60)
+    audit = httpx.get(f"{server.url}/audit", timeout=DEADLINE_S)
     assert audit.status_code == 200, audit.text
 
 

@@ -38,6 +38,7 @@ from tests.fresh import fresh
 from tests.sim.swarm import LIMIT_S, command, draw, run, run_all, run_seed, shrink
 from tests.sim.swarm_scene import FAULTS, FEATURES, OTHER_WEIGHTS, PRESSURES, Scene
 from tests.sim.swarm_world import SwarmWorld
+from tests.waiting import DEADLINE_S
 
 NUM_FIXED = 15
 """Number of fixed seeds, which together must reach the events that the last test lists."""
@@ -97,7 +98,7 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=DEADLINE_S,
         )
         assert there.stdout.split() == here
 

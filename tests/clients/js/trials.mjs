@@ -56,7 +56,7 @@ const providers = {
 
 for (const [name, model] of Object.entries(providers)) {
   const client = `ai ${version("ai")} by ${name}`;
-  const bounded = () => ({ ...common, model, abortSignal: AbortSignal.timeout(60_000) });
+  const bounded = () => ({ ...common, model, abortSignal: AbortSignal.timeout(600_000) });
   await attempt(client, "generateText", async () => {
     const { text, usage } = await generateText({ ...bounded(), prompt: SUM });
     return expect(text.includes("42") && usage.outputTokens > 0, text);
@@ -81,7 +81,7 @@ for (const [name, model] of Object.entries(providers)) {
   });
 }
 
-const openai = new OpenAI({ baseURL: `${URL}/v1`, apiKey, maxRetries: 0, timeout: 60_000 });
+const openai = new OpenAI({ baseURL: `${URL}/v1`, apiKey, maxRetries: 0, timeout: 600_000 });
 const client = `openai ${version("openai")} (JavaScript)`;
 await attempt(client, "chat.completions.create, streamed", async () => {
   let text = "";

@@ -17,7 +17,7 @@ from agents.models.interface import Model
 
 set_tracing_disabled(True)
 client = openai.AsyncOpenAI(
-    base_url=f"{trial.URL}/v1", api_key=trial.KEY, max_retries=0, timeout=180
+    base_url=f"{trial.URL}/v1", api_key=trial.KEY, max_retries=0, timeout=600
 )
 
 
@@ -47,7 +47,7 @@ def responses_tool() -> str:
 def instructor_json() -> str:
     """Instructor, response_model by JSON schema"""
     asked = instructor.from_openai(
-        openai.OpenAI(base_url=f"{trial.URL}/v1", api_key=trial.KEY, max_retries=0, timeout=180),
+        openai.OpenAI(base_url=f"{trial.URL}/v1", api_key=trial.KEY, max_retries=0, timeout=600),
         mode=instructor.Mode.JSON_SCHEMA,
     )
     person = asked.create(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anthropic
 import trial
 
-client = anthropic.Anthropic(base_url=trial.URL, api_key=trial.KEY, max_retries=0, timeout=180)
+client = anthropic.Anthropic(base_url=trial.URL, api_key=trial.KEY, max_retries=0, timeout=600)
 ASK: dict = {"model": trial.MODEL, "max_tokens": 300, "extra_body": {"temperature": 0}}
 
 

@@ -9,7 +9,7 @@ from langchain_anthropic import ChatAnthropic
 from langchain_deepseek import ChatDeepSeek
 from langchain_openai import ChatOpenAI
 
-ASK: dict = {"model": trial.MODEL, "temperature": 0, "max_retries": 0, "timeout": 60}
+ASK: dict = {"model": trial.MODEL, "temperature": 0, "max_retries": 0, "timeout": 600}
 by_openai = ChatOpenAI(base_url=f"{trial.URL}/v1", api_key=trial.KEY, **ASK)
 by_responses = ChatOpenAI(
     base_url=f"{trial.URL}/v1", api_key=trial.KEY, use_responses_api=True, **ASK

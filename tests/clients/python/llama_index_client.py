@@ -23,9 +23,9 @@ like = OpenAILike(
     is_function_calling_model=True,
     should_use_structured_outputs=True,
     context_window=4096,
-    timeout=180,
+    timeout=600,
 )
-deepseek = DeepSeek(**ASK, timeout=180)
+deepseek = DeepSeek(**ASK, timeout=600)
 
 
 def chat() -> str:

@@ -8,7 +8,7 @@ import time
 import openai
 import trial
 
-client = openai.OpenAI(base_url=f"{trial.URL}/v1", api_key=trial.KEY, max_retries=0, timeout=180)
+client = openai.OpenAI(base_url=f"{trial.URL}/v1", api_key=trial.KEY, max_retries=0, timeout=600)
 
 
 def models() -> str:

@@ -20,7 +20,7 @@ messages = AnthropicModel(
         anthropic_client=AsyncAnthropic(base_url=trial.URL, api_key=trial.KEY, max_retries=0)
     ),
 )
-SETTINGS: dict = {"temperature": 0, "timeout": 60, "max_tokens": 400}
+SETTINGS: dict = {"temperature": 0, "timeout": 600, "max_tokens": 400}
 
 
 def _text(model: Model) -> str:
