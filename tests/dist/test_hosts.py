@@ -106,19 +106,22 @@ class Deployed:
         finally:
             self.hosts.gate.open()
 
-    def wait_whole(self) -> None:
-        """Wait until every process is ready. Ray nodes that ended are started again, as systemd or
-        Kubernetes does; a node that Ray has given up ends on that message.
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a condition. Ray nodes that ended are started again, as systemd or Kubernetes
+        does: Ray abandons a node that takes 30 s to start, and one that it has given up ends.
         """
 
-        def is_whole() -> bool:
+        def is_met() -> bool:
             self.keep_ray_nodes()
-            return self.server.status().ready
+            return condition()
 
-        wait_until(is_whole, "all processes are ready")
+        wait_until(is_met, what)
+
+    def wait_whole(self) -> None:
+        """Wait until every process is ready."""
+        self.wait_until(lambda: self.server.status().ready, "all processes are ready")
 
     def keep_ray_nodes(self) -> None:
-        """Start Ray nodes that have ended: Ray abandons one that takes 30 s to start."""
         for host in self.hosts:
             self.hosts.keep_ray_node(host)
 
@@ -126,10 +129,9 @@ class Deployed:
         """Wait until a process was started again and all are ready."""
 
         def is_started_again() -> bool:
-            self.keep_ray_nodes()
             return self.server.status().processes[process].num_starts > num_starts
 
-        wait_until(is_started_again, f"{process} is started again")
+        self.wait_until(is_started_again, f"{process} is started again")
         self.wait_whole()
 
 
@@ -305,10 +307,10 @@ def test_a_slow_link_costs_no_token_and_its_host_rests(deployed: Deployed) -> No
             assert not differences(cases, deployed.complete(cases))
             return is_told(f"is on {host.address}, for which the others wait")
 
-        wait_until(is_resting, "the slow host rests")
+        deployed.wait_until(is_resting, "the slow host rests")
         assert not differences(cases, deployed.complete(cases))
     begun += deployed.server.log()[begun:].index("that host rests for")
-    wait_until(lambda: is_told("with ranks 0, 1"), "the unit has taken its host back")
+    deployed.wait_until(lambda: is_told("with ranks 0, 1"), "the unit has taken its host back")
     assert not differences(cases, deployed.complete(cases))
 
 
