@@ -39,7 +39,8 @@ COMPLETE_VARIABLE = "_HADAL_COMPLETE"
 """Environment variable of a shell's completion request, which Typer answers."""
 
 
-# add_completion=False hides Typer's options from every help; `hadal completion` replaces them.
+# Register the classes that answer shells' completion requests. Typer itself does so only with
+# add_completion, which would also put its options into the help; `hadal completion` replaces those.
 completion_init()
 app = typer.Typer(
     cls=Commands,

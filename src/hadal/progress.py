@@ -35,7 +35,7 @@ class Bar:
         console: Console | None = None,
         period_s: float = PERIOD_S,
     ) -> None:
-        """`total`: value of `done` at the end; None: unknown. `console`: used instead of stderr."""
+        """`total`: progress at the end; None: unknown. `console`: used instead of stderr."""
         self.console = console or Console(stderr=True)
         self._name = name
         self._total = total
@@ -72,7 +72,7 @@ class Bar:
             self._teller.join()
 
     def update(self, what: str = "", *, done: float | None = None, advance: float = 0.0) -> None:
-        """Show the activity `what` ("": unchanged), and set the progress to `done`, plus `advance`."""
+        """Show activity `what` ("": as before) and progress `done` (None: as before) + `advance`."""
         self._what = what or self._what
         self._done = (self._done if done is None else done) + advance
         self._bar.update(self._task, description=self._what or self._name, completed=self._done)

@@ -135,8 +135,8 @@ def bench(
         bool, typer.Option("--json", help="Print bench.json instead of tables.")
     ] = False,
 ) -> None:
-    """Load a server that speaks OpenAI's API, Hadal's or another, and measure latency, throughput and
-    goodput.
+    """Load a server that speaks OpenAI's API, Hadal's or another, and measure latency, throughput
+    and goodput.
     """
     from hadal.apps.bench.lengths import parse_lengths, read_trace
     from hadal.apps.bench.load import LoadPlan

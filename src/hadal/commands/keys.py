@@ -178,8 +178,8 @@ def forget(
         int, typer.Option(help="Port of the server; part of the name of its batch store's file.")
     ] = 8000,
 ) -> None:
-    """Delete the files and batches of a revoked tenant, also while a server runs. A running server keeps the
-    tenant's stored responses in memory until it ends.
+    """Delete the files and batches of a revoked tenant, also while a server runs. A running server
+    keeps the tenant's stored responses in memory until it ends.
     """
     from hadal.core.errors import ConfigError
     from hadal.gateway.desk.keys import names_in

@@ -52,8 +52,8 @@ def model(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
-    """Describe the model in a folder: its parameters, bytes, KV per token and chat template, and the
-    deployments that could serve it. The exit code is 0 if `hadal serve` would start.
+    """Describe the model in a folder: its parameters, bytes, KV per token and chat template, and
+    the deployments that could serve it. The exit code is 0 if `hadal serve` would start.
     """
     from hadal.commands.model_rows import as_json as values_of
     from hadal.commands.model_rows import read_folder, sections

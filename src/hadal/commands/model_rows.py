@@ -34,9 +34,7 @@ class Fit:
     memory: MemoryPlan | None
     """Memory of all ranks; None if there is no plan, for the reason in `reason`."""
     reason: str
-    """Reason why the machine in question cannot run the deployment, or why there is no plan; empty if it
-    can.
-    """
+    """Reason why the machine cannot run the deployment, or why there is no plan; "" if it can."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,8 @@ def read_folder(folder: str, accepted: tuple[str, ...], memory_gb: float | None)
 def _fits(
     folder: Path, accepted: tuple[str, ...], memory_bytes: int | None, *, is_here: bool
 ) -> Iterator[Fit]:
-    """Yield the plan of each shipped deployment. `is_here` False: of a CPU deployment, check only
-    the memory.
+    """Yield the plan of each shipped deployment. `is_here` False (another machine): for a CPU
+    deployment, check only the memory.
     """
     room = None if is_here or memory_bytes is None else Room(memory_bytes, memory_bytes)
     for file in shipped_deployments():

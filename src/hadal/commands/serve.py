@@ -184,8 +184,8 @@ def serve(
         ),
     ] = False,
 ) -> None:
-    """Serve a model over OpenAI's and Anthropic's APIs: a gateway, prefill units and decode units, each of one
-    process or of many.
+    """Serve a model over OpenAI's and Anthropic's APIs: a gateway, prefill units and decode units,
+    each of one process or of many.
     """
     if drafts is not None and drafts not in ("auto", "0", "1", "2", "3"):
         raise typer.BadParameter("0, 1, 2, 3 or auto", param_hint="--drafts")

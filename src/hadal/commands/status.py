@@ -32,7 +32,7 @@ from hadal.runtime.topology import ProcessPlan, launch_plan, ranges, unit_and_ra
 EXIT_INCOMPLETE = 1
 """Exit code if a part of the server is not ready."""
 _ENDS = 3
-"""Number of a unit's last process ends that are shown."""
+"""Maximum number of a unit's processes for which the last end is shown."""
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def step(
         Path | None, typer.Option(help="Write a trace file for Perfetto or chrome://tracing.")
     ] = None,
 ) -> None:
-    """Price one step of a DeepSeek-V3/R1 unit from first principles: the time of each stage, and the
-    share of transfers hidden behind compute.
+    """Price one step of a DeepSeek-V3/R1 unit from first principles: the time of each stage, and
+    the share of transfers hidden behind compute.
     """
     from hadal.lab.perf.hardware import hardware_named
     from hadal.lab.perf.step import MTP_ACCEPT, StepModel
@@ -184,7 +184,7 @@ def _check_options(phase: str, own: dict[str, dict[str, float | None]]) -> None:
 
 
 def as_object(price: StepPrice, balanced: StepPrice) -> dict[str, Any]:
-    """Return the output of --json. `balanced`: price of the step with rows spread evenly."""
+    """Return the output of --json. `balanced`: price of the step with an expert imbalance of 1."""
     return {
         "step_ms": price.seconds * 1e3,
         "tokens_per_s_gpu": price.tokens_per_s_gpu,

@@ -170,8 +170,8 @@ class BatchPages:
             await form.close()
 
     def _within(self, request: Request, tenant: str, upload: _Upload) -> Receive:
-        """Return a receiver of the body's messages that counts their bytes. Content-Length may be
-        missing or wrong, and uploads in progress occupy the disk. Raises ApiError 413.
+        """Return a receiver of the body's messages that counts their bytes: Content-Length may be
+        missing or wrong, and uploads in progress occupy the disk. Too many raise ApiError 413.
         """
         config = self._worker.config
         max_bytes = config.max_file_mb << 20

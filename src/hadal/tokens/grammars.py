@@ -26,7 +26,7 @@ from hadal.core.plans import Grammar
 from hadal.tokens.table import TokenTable
 
 if TYPE_CHECKING:
-    import numpy as np  # Not at run time: the gateway checks grammars in a process with limited memory.
+    import numpy as np  # Not at run time: the process that checks grammars has little memory.
 
 _LIMITS: dict[str, Any] = {
     # Library defaults with less memory; about 20 ms of a core for each of the first three.
@@ -176,7 +176,7 @@ def complaint(text: str, prefix: str = "") -> str | None:
 
 
 def _walk(matcher: LLMatcher) -> None:
-    """Advance by a few bytes, because many limits are reached only after the first bracket or quote."""
+    """Advance by up to _NUM_WALKED bytes: many limits are reached only after a bracket or quote."""
     for _ in range(_NUM_WALKED):
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()
         allowed = [byte for byte in _WALKED if mask and mask[byte // 8] >> byte % 8 & 1]
@@ -224,7 +224,7 @@ def _byte_tokenizer() -> LLTokenizer:
 
 
 class Place(Enum):
-    """Place of the next token within its reply."""
+    """Place of the next token within its reply; HELD: within a constrained stretch."""
 
     START = auto()
     """Before the first token, which begins the reasoning or the text."""
@@ -243,7 +243,7 @@ class Follower:
     """State of one text in its grammar."""
 
     def __init__(self, grammar: Grammar, tokens: Sequence[int]) -> None:
-        """Start after `tokens`. The first mask consumes them; until then a Follower costs nothing."""
+        """Start after `tokens`. The first mask consumes them; until then a Follower is free."""
         self.error: str | None = None
         """Reason why the grammar cannot follow the text; then no token is allowed. None: it can."""
         self._grammar = grammar

@@ -200,7 +200,7 @@ BODY_TO_API: dict[type[msgspec.Struct], str] = {
 
 
 def _drop_refused(component: dict[str, Any], api: str) -> None:
-    """Remove fields from a body's schema that its endpoint refuses: APIs share structs."""
+    """Remove the fields that an endpoint refuses from its body's schema: APIs share structs."""
     rows = rows_of(api)
     for name in [*component.get("properties", ())]:
         if name in rows and rows[name].verdict is Verdict.REFUSED:

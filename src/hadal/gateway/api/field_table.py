@@ -438,7 +438,7 @@ _NEWER = (
     _refused("continue_final_message", "send it to /v1/chat/completions", "vLLM"),
     _refused("add_special_tokens", "the chat template adds them", "vLLM"),
 )
-"""Fields of the two older APIs that the two newer ones do not serve."""
+"""Fields of the two older APIs that the newer two, responses and messages, do not serve."""
 
 _CHAT = (
     _served(

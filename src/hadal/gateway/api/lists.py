@@ -10,7 +10,7 @@ from hadal.core.errors import RequestError
 
 
 def read_limit(query: Mapping[str, str], most: int, default: int = 20) -> int:
-    """Return the requested number of objects. Raises RequestError."""
+    """Return the requested number of objects, 1 to `most`. Raises RequestError."""
     text = query.get("limit", str(default))
     if not re.fullmatch("[0-9]{1,6}", text) or not 1 <= int(text) <= most:
         raise RequestError(f"limit is {text[:40]!r}; send 1 to {most}.", "limit")

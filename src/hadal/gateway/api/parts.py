@@ -1,7 +1,8 @@
 """Reply as a sequence of parts: reasoning, texts and tool calls, in their order of arrival.
 
-Two API formats answer in such parts, streamed or whole. This file turns the pieces of a reply into
-parts, independent of how they were cut; the formats name the parts and write them.
+The Messages and Responses APIs answer in such parts, streamed or whole. This file turns the pieces
+of a reply into parts, which do not depend on how the reply was cut into pieces; each API's
+formatter names the parts and writes them.
 
     pieces   "Let me"  " see."  "It is"  weather(  {"city":  "Oslo"}  )
     changes  BEGUN GROWN  GROWN  ENDED BEGUN GROWN  ENDED BEGUN GROWN  GROWN  ENDED

@@ -1,6 +1,6 @@
 """Reply in terms common to every API: usage, outcome of each choice, and the protocol of a format.
 
-Independent of any single API's fields.
+Only `Usage.fields` has the field names of one format, that of OpenAI's older APIs.
 """
 
 from __future__ import annotations

@@ -80,12 +80,12 @@ _BATCH_SALT = b"hadal-batch-1"
 
 
 class BatchStops:
-    """Stopped batches, which start no more lines. A stop also ends the line's wait for capacity."""
+    """Stopped batches: they start no more lines, and a line that waits for capacity gives up."""
 
     def __init__(self) -> None:
         self._stopped: set[str] = set()
         self.waits: dict[str, asyncio.Timeout] = {}
-        """Batch id -> timeout that ends the wait of its line."""
+        """Batch id -> timeout that ends its line's wait for capacity."""
 
     def __contains__(self, batch_id: str) -> bool:
         return batch_id in self._stopped

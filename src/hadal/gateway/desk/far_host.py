@@ -58,7 +58,9 @@ wait ends sooner.
 _REPEAT_S = RECENT_S / 2
 """Maximum age of a charge that is sent again to a new front."""
 _ADMISSION_S = 1.0
-"""Time after sending a generation; a front with a later heartbeat counts as having admitted it."""
+"""A front that sent a heartbeat this long after a generation was sent to it, or later, counts as
+having admitted the generation. Also the longest wait of `check_counting` for the front's answer.
+"""
 _NO_FRONT = FrontSnapshot(False, {}, {}, {role: {} for role in ROLES}, Totals())
 
 
@@ -205,8 +207,8 @@ class FarHost(Doors):
         """Do nothing: `unread` asks for nothing."""
 
     def charged(self, charged: Charged) -> None:
-        """Send the recorded charge of a generation to the front. It is repeated to the next front,
-        which may have read the ledger before the charge was in it.
+        """Send the recorded charge of a generation to the front. A new front gets it again if it is
+        recent (_REPEAT_S): that front may have read the ledger before the charge was in it.
         """
         now_s = self._now()
         self._charged.append((now_s, charged))

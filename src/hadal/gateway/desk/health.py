@@ -60,8 +60,8 @@ def missing_of(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]
     """Yield names of units that are not up or have no leader ("decode-1"), and of missing ranks
     ("decode-0.2").
 
-    A role with fewer units than the deployment wants (a fleet: than its floor) misses the
-    difference. The missing units are named by the lowest unused numbers.
+    If a role has fewer units than the deployment wants (for a fleet: than its minimum), the
+    difference is missing. The missing units are named by the lowest unused numbers.
     """
     for role in ROLES:
         up, wanted = snapshot.role_to_units.get(role, {}), units_of(deployment, role).units

@@ -207,7 +207,7 @@ class Responses:
 
     async def turns_before(self, tenant: str, response_id: str | None) -> tuple[Turn, ...]:
         """Return the conversation up to and including a response; () without an id. Raises
-        RequestError if it is not kept, ApiError.
+        RequestError if the response is not kept, and ApiError as `get` does.
         """
         if response_id is None:
             return ()
@@ -217,8 +217,8 @@ class Responses:
         return kept.turns
 
     async def bodies_with(self, tenant: str, item_ids: Iterable[str]) -> list[bytes]:
-        """Return the kept responses that contain these items. Raises RequestError for items of too
-        many responses, ApiError.
+        """Return the bodies of kept responses that contain these items. Raises RequestError for
+        items of more than _MAX_NAMED responses, and ApiError as `get` does.
         """
         response_ids = dict.fromkeys(filter(None, map(response_id_of, item_ids)))
         if len(response_ids) > _MAX_NAMED:

@@ -168,8 +168,8 @@ class KeysFile:
         """Answer to other gateways: a digest of the keys, and their lines."""
 
     def changed(self) -> Keys | None:
-        """Return the keys at the first call; later, if the file has changed since it was last read
-        and has been stable since the last look, else None. Raises ConfigError, once per change.
+        """Return the keys at the first call. Later, return them if the file has changed since it
+        was last read, but not since the last look; else None. Raises ConfigError, once per change.
         """
         seen = self._stat()
         if seen == self._seen:

@@ -22,8 +22,8 @@ units are known or overdue.
 """
 
 MAX_WAITING = 4096
-"""Maximum deliveries waiting in a mailbox of up to eight choices; with more, an eighth of it per
-choice. Even a slow reader takes all waiting deliveries together, so a full mailbox has no reader.
+"""Maximum deliveries waiting in a mailbox of up to eight choices; with more choices, an eighth of
+this per choice. Even a slow reader takes all of them together, so a full mailbox has no reader.
 """
 
 
@@ -72,7 +72,7 @@ class Mailbox:
         num_choices: int = 1,
         close: Close | None = None,
     ) -> None:
-        """`close` stops the generations of a full mailbox; None: it may grow."""
+        """`close` stops the generations of a full mailbox; None: the mailbox has no limit."""
         self._most = max(MAX_WAITING, MAX_WAITING // 8 * num_choices)
         self._close = close
         self.log_id = log_id

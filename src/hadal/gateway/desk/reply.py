@@ -188,8 +188,9 @@ class Reply:
         return 200
 
     async def _run(self, outlet: Outlet) -> bytes:
-        """Write events without this task for as long as possible. Return the first event for the
-        task: the last, one not written, or a keep-alive. Raises ApiError, ClientGone.
+        """Write events without this task for as long as possible. Return the first one that it must
+        write: the last event, one that `outlet` did not write, or a keep-alive. Raises ApiError,
+        ClientGone.
         """
         running = _RunningStream(self, outlet)
         self.mailbox.listener = lambda: outlet.streams.ready(running)

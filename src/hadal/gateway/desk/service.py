@@ -294,8 +294,8 @@ class Service:
         return await self.off_loop(tenant, lambda: self._detokenize(body, tenant), len(body))
 
     async def off_loop(self, tenant: Tenant, make: Callable[[], T], num_bytes: int) -> T:
-        """Run `make` in the thread for bodies of `num_bytes`: one is for short, one for long bodies. In
-        each a tenant has one call at a time, so tenants take turns. Raises ApiError 504 after
+        """Run `make` in the thread for short or for long bodies, depending on `num_bytes`. A tenant
+        has one call at a time in each thread, so tenants take turns. Raises ApiError 504 after
         limits.request_timeout_s.
         """
         return await self._run(self._lanes.for_bytes(num_bytes), tenant, make)

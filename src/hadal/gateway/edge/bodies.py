@@ -24,7 +24,9 @@ clients often do not read a reply while they are sending; then the connection cl
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body. Bytes are counted as they arrive: Content-Length may be missing or wrong."""
+    """Return the body. Raises ApiError 413, 415. Bytes are counted as they arrive: Content-Length
+    may be missing or wrong.
+    """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(
@@ -70,8 +72,8 @@ async def discard(request: Request) -> None:
 
 
 MAX_BODIES = 256
-"""Maximum number of incomplete bodies of a lone tenant; each of k tenants may have 1/k of it. One
-that arrives with its headers counts only briefly.
+"""Maximum number of incomplete bodies of a lone tenant; each of k tenants may have 1/k of it. A
+body that arrives together with its headers counts only briefly.
 """
 
 

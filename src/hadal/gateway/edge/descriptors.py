@@ -34,7 +34,7 @@ class ConnectionLimit:
     """Admission of connections by free descriptors, with a count of the refused ones."""
 
     def __init__(self, max_descriptors: int, now: Callable[[], float]) -> None:
-        """Set the process's descriptor limit and a monotonic clock in seconds."""
+        """`max_descriptors`: the process's limit of open files. `now`: monotonic clock, seconds."""
         self._max_descriptors = max_descriptors
         self._num_usable = max_descriptors - max(
             MIN_RESERVED, int(max_descriptors * RESERVED_SHARE)

@@ -69,7 +69,7 @@ class Edge:
         has_keys: bool,
         now: Callable[[], float],
     ) -> None:
-        """`host`: the listening address. "": names are unchecked, and origins except in OPTIONS."""
+        """`host`: the listening address. "": no Host is checked, and Origin only for OPTIONS."""
         self._app = app
         self._settings = settings
         self._is_local = is_loopback(host)

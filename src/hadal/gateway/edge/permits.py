@@ -15,7 +15,7 @@ from hadal.policy.admission import share_of
 
 LEFT_S = 10.0
 """Seconds for which an abandoned generation still occupies a permit. Starting and ending a
-generation costs 0.5 ms of the gateway's only thread. With 1,000 permits, a tenant that only starts
+generation costs 0.5 ms of the event loop's thread. With 1,000 permits, a tenant that only starts
 and abandons generations takes at most 5 % of that thread.
 """
 

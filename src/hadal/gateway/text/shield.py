@@ -18,7 +18,7 @@ from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.tokens.split import any_of
 
 _CHARS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
-"""Candidates for shields, noncharacters before private use; the first two in no text are used."""
+"""Candidates for shields: noncharacters, then private use. The first two that no text has serve."""
 
 
 class Marks:

@@ -8,7 +8,8 @@ none of them was not taught to call, and no tools are offered to it.
                        ```json
                        {"city": "Oslo"}
                        ```<｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
-    DeepSeek-V3.1      <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜> ...
+    DeepSeek-V3.1      <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>
+                       {...}<｜tool▁call▁end｜> ...
     Kimi-K2            <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0
                        <|tool_call_argument_begin|>{...}<|tool_call_end|> ...
 

@@ -65,7 +65,7 @@ class Vocabulary:
         return -(-len(text) // self._longest) if self._longest else 0
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return ids of a text without control tokens: text that looks like one is ordinary."""
+        """Return ids of a text that has no control tokens: what looks like one is ordinary text."""
         return [
             each
             for piece in self._pieces(text, self._ordinary, "")

@@ -147,8 +147,8 @@ def _call_block(part: ReplyPart, input: Any) -> dict[str, Any]:
 
 
 def _object_of(arguments: str) -> Any:
-    """Return a call's arguments as the model wrote them; {} if they are blank, and in
-    {NOT_JSON: ...} if they are not an object.
+    """Return a call's arguments as the model wrote them. Blank arguments become {}; any other text
+    that is not a JSON object is returned as {NOT_JSON: text}.
     """
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])

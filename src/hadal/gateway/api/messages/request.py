@@ -3,8 +3,9 @@
     body --MessagesRequest--> ChatAsk, as for /chat/completions       Piece --PartFold--> blocks
 
 One system text, then turns with blocks as content: text, thinking, tool_use and tool_result. A
-reply is a message of such blocks; streamed, each block begins, grows and stops. Thinking of earlier
-turns is left out, as DeepSeek-R1 requires, so its signature is not checked.
+reply is a message of blocks of the first three types; in a stream, each block begins, grows and
+stops. Thinking of earlier turns is left out, as DeepSeek-R1 requires, so its signature is not
+checked.
 """
 
 from __future__ import annotations
@@ -333,8 +334,8 @@ def _choice_of(choice: ToolChoice) -> Any:
 
 
 def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
-    """Return the conversation, and the text that the reply continues, from a last message of the
-    assistant; "" if there is none.
+    """Return the conversation and the text that the reply continues: that of a last message by the
+    assistant, or "".
     """
     messages = request.messages
     if not messages:
@@ -364,8 +365,8 @@ def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
 
 
 _JOINED = {"user": "\n", "assistant": ""}
-"""Role -> separator of its texts. Consecutive messages of these roles become one turn. A reply
-continues an assistant's text exactly, so nothing is added there.
+"""Role -> separator of its texts. Consecutive messages of one of these roles become one turn. A
+reply continues an assistant's text exactly, so the assistant's separator is empty.
 """
 
 

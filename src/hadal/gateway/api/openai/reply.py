@@ -371,7 +371,7 @@ class CompletionFormatter:
     def _tops(
         self, name: str, logprob: float | None, top: Iterable[tuple[int, float]]
     ) -> dict[str, float]:
-        """Return the likeliest tokens by name, including the drawn token."""
+        """Return name -> log-probability of the likeliest tokens, and of the text's own token."""
         best = {self._name_of(other): _finite(other_logprob) for other, other_logprob in top}
         return {**best, name: _finite(logprob)}
 

@@ -1,7 +1,7 @@
 """Read a request body of OpenAI's older APIs into engine options, checking every field.
 
 Bodies of /chat/completions and /completions are decoded strictly into structs with the API's field
-names; gateway/api/field_table lists all fields, and those not served. Structs check ranges that
+names; gateway/api/field_table lists all fields, also those not served. Structs check ranges that
 depend on no other field; the functions below check the rest. Each RequestError names the
 field; most say what to do. The bodies of /tokenize and /detokenize are here too. Does not depend on
 a tokenizer: prompts are texts or the client's ids.
@@ -288,7 +288,7 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
         )
     for found in _LIST.finditer(body) if num_commas > max_tokens else ():
         name = found[1].decode()
-        # Only up to a quote, where another prompt may begin: so each byte is scanned once.
+        # Scan only up to the next quote, where another list may begin: so each byte once.
         quote = body.find(b'"', found.end())
         *lists, _ = body[found.end() : quote if quote >= 0 else len(body)].split(
             b"]", MAX_PROMPTS + 2
@@ -306,7 +306,7 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
                     name,
                     "context_length_exceeded",
                 )
-            if number > MAX_PROMPTS + 1:  # One more for the text after a list of lists.
+            if number > MAX_PROMPTS + 1:  # A list of lists ends with one more "]".
                 raise RequestError(f"{name} has more than {MAX_PROMPTS} entries; send fewer.", name)
 
 

@@ -46,8 +46,8 @@ class ResponseFormatter:
         sampling: Sampling,
         now: Callable[[], float],
     ) -> None:
-        """`keep` is called with the response and its turn before the client receives it; None: it
-        is not kept. `sampling`: the effective options, including the model's defaults.
+        """`keep` is called with the response and its turn before the client receives the response;
+        None: do not store it. `sampling`: the effective options, including the model's defaults.
         """
         self._head = head
         self._asked = asked

@@ -1,4 +1,4 @@
-"""Tools of the Responses API in the model's form, and its calls in the client's form.
+"""Tools of the Responses API in the model's form, and the model's calls in the client's form.
 
     function                  offered by its name
     namespace                 its functions are offered as NAMESPACE__NAME; calls have both names
@@ -82,7 +82,7 @@ class OfferedTools:
         return self.flat_to_name.get(flat, CallName(flat))
 
     def flat_of(self, name: str, namespace: str | None) -> str:
-        """Return the name by which a tool is offered, or was in an earlier turn."""
+        """Return the name by which a tool is offered to the model, or was in an earlier turn."""
         for flat, call in self.flat_to_name.items():
             if (call.name, call.namespace) == (name, namespace or ""):
                 return flat
