@@ -1,5 +1,6 @@
-"""Progress display on stderr: a bar at the foot of a terminal, elsewhere a line every 10 s.
-Independent of the work.
+"""Progress display: a bar at the foot of a terminal, elsewhere a line every 10 s.
+
+Written to stderr, so that programs can read a command's stdout. Independent of the work.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Bar:
             self._teller.join()
 
     def update(self, what: str = "", *, done: float | None = None, advance: float = 0.0) -> None:
-        """Show activity `what` ("": as before) and progress `done` (None: as before) + `advance`."""
+        """Show activity `what` ("": as before), progress `done` (None: as before) + `advance`."""
         self._what = what or self._what
         self._done = (self._done if done is None else done) + advance
         self._bar.update(self._task, description=self._what or self._name, completed=self._done)

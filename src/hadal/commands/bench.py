@@ -1,4 +1,4 @@
-"""`hadal bench`: load on a server, at rates and at concurrencies, and measurements under it.
+"""`hadal bench`: load a server at request rates or concurrencies, and measure it meanwhile.
 Imports its dependencies only when called.
 """
 
@@ -176,7 +176,9 @@ def bench(
 
 
 def _levels(rate: str, concurrency: str, speed: float | None) -> list[Level]:
-    """Return the levels of load. `speed`: of a trace; None without one. Raises ConfigError."""
+    """Return the levels of load. `speed`: replay speed of a trace; None: there is no trace. Raises
+    ConfigError.
+    """
     from hadal.apps.bench.load import Level
 
     if not rate and not concurrency:

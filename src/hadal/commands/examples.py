@@ -1,6 +1,4 @@
-"""Examples below a command's help, within 80 columns: each command, with its effect on the next
-line.
-"""
+"""Examples below a command's help, within 80 columns: a command, its effect on the next line."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _WRITTEN = re.compile(rb'(?:\{"time":")?(\d{4}-\d\d-\d\dT[\d:.]+Z)')
 
 
 def processes_of(found: Found, name: str | None) -> list[str]:
-    """Return the processes with this name: one process, or all of a unit; None: all. Raises
+    """Return the names of processes meant by `name`: a process, or all of a unit; None: all. Raises
     ConfigError for an unknown name.
     """
     every = [*found.status.processes, SUPERVISOR]
@@ -43,12 +43,12 @@ def in_order(lines_of_each: Iterable[Iterable[bytes]]) -> list[bytes]:
             if written or not entries:
                 entries.append((written[1] if written else b"", [line]))
             else:
-                entries[-1][1].append(line)  # No time: part of the line before.
+                entries[-1][1].append(line)  # Without a time it continues the line before.
     return [line for _, lines in sorted(entries, key=lambda entry: entry[0]) for line in lines]
 
 
 def print_logs(found: Found, name: str | None, num_lines: int, *, is_followed: bool) -> None:
-    """Print the last lines. `is_followed`: then print new lines until the server has ended."""
+    """Print the last `num_lines`. `is_followed`: then print new lines until the server ends."""
     folder, out = found.folder / LOGS_FOLDER, sys.stdout.buffer
     readers = [KeptReader(folder, process) for process in processes_of(found, name)]
     lines = in_order(reader.read() for reader in readers)
@@ -57,6 +57,6 @@ def print_logs(found: Found, name: str | None, num_lines: int, *, is_followed: b
     is_up = is_followed
     while is_up:
         time.sleep(FOLLOW_S)
-        is_up = is_listening(found.folder / f"{SUPERVISOR}.sock")  # Before the last read of lines.
+        is_up = is_listening(found.folder / f"{SUPERVISOR}.sock")  # Checked before the last read.
         out.writelines(in_order(reader.read() for reader in readers))
         out.flush()

@@ -1,4 +1,7 @@
-"""`hadal model`: a model folder's contents, memory needs, and deployments that can serve it."""
+"""`hadal model`: a model folder's contents, memory needs, and deployments that can serve it.
+
+commands/model_rows reads the folder.
+"""
 
 from __future__ import annotations
 

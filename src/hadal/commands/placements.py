@@ -40,8 +40,8 @@ def plan_text(
     is_json: bool,
     **how: Any,
 ) -> str:
-    """Return the command's output: the plan for the loads in a file, as JSON or as bars, below bars
-    of the `current` placement, or of experts in order. `how`: further arguments of
+    """Return the command's output: the plan for the loads in a file, as JSON or as bars. The bars
+    compare it with the `current` placement, or with experts in order. `how`: further arguments of
     policy/experts/balance. Raises ValueError for unsuitable values, and ConfigError for unreadable
     files.
     """
@@ -187,7 +187,8 @@ def bars(
     width: int = 80,
 ) -> str:
     """Return bars of the balancedness before and after, and the ranks' loads in the layer that was
-    worst before (after, without a state before), in lines of at most max(`width`, 28) characters.
+    worst before (that is worst after, if nothing is known of before), in lines of at most
+    max(`width`, 28) characters.
     """
     num_chars = max(10, width - MARGIN_CHARS)
     start = before if before is not None else _in_order(loads, cluster)
@@ -261,9 +262,7 @@ def _two_bars(balancedness_L: Floats, loads: Floats, num_chars: int) -> list[str
 
 
 def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float]:
-    """Return (mean, minimum) over layers with tokens: some matrices have rows of zeros for dense
-    layers.
-    """
+    """Return (mean, minimum) over layers with tokens: rows of dense layers may be all zeros."""
     summed = loads.reshape(-1, *loads.shape[-2:]).sum(axis=(0, 2))
     counted = balancedness_L[summed > 0] if summed.any() else balancedness_L
     return float(counted.mean()), float(counted.min())

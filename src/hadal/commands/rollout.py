@@ -26,7 +26,7 @@ from hadal.runtime.resolve import TOKENIZERS, model_folder, plan, with_digests
 from hadal.runtime.wire import ZmqWire
 
 EXIT_STOPPED = 1
-"""Exit code if a new unit does not start: other old units continue, and no more are replaced."""
+"""Exit code if a new unit does not start: the remaining old units continue unreplaced."""
 _OF_THE_GATEWAY = (*TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
 """Files that gateways read at their start. They must not differ: a rollout restarts no gateways."""
 _LOOK_S = 0.2

@@ -1,4 +1,4 @@
-"""`hadal step`: price of one step of a unit, by stage. Imports the step model only when called."""
+"""`hadal step`: predicted time of a unit's step, by stage. Imports the step model when called."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class _Upload:
 
 
 class BatchPages:
-    """Endpoints for files and batches. All gateways have a `worker`; the front's runs it."""
+    """Endpoints for files and batches. Only the gateway with the front runs its `worker`."""
 
     def __init__(self, gateway: Gateway, worker: BatchWorker) -> None:
         self._gateway, self._worker, self._store = gateway, worker, worker.store

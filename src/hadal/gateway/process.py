@@ -1,7 +1,7 @@
 """`python -m hadal.gateway.process --folder RUN --name gateway-1`: a gateway's process. Loads no
 torch.
 
-The one named "gateway" has the front; the others send their generations to it. When a gateway ends,
+The one named "gateway" runs the front; others send their generations to it. When a gateway ends,
 its streams end. The supervisor restarts it on the listening socket that all gateways of a host
 share.
 """

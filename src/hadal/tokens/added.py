@@ -20,8 +20,7 @@ from hadal.core.errors import CheckpointError
 
 CONFIG = "tokenizer_config.json"
 IGNORED = frozenset({"model_max_length", "max_len"})
-"""Fields of tokenizer_config.json without effect on ids; their value may be 10**30, for "no limit".
-"""
+"""Fields of tokenizer_config.json without effect on ids; a value of 10**30 means "no limit"."""
 _NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )

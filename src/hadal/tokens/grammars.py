@@ -5,8 +5,8 @@ The gateway turns a schema, or a list of tool calls with a schema each, into the
 It checks that the grammar is supported, with a vocabulary of single bytes. Ranks then follow the
 grammar token by token. All limits are counts, not times. Texts of one grammar share automata, which
 are slow to make and have a common limit. If automata reach the limit, new ones replace them, so
-that only a text that reaches it alone can fail. Independent of requests, slots, threads and
-tensors.
+that a text fails only if it reaches the limit by itself. Independent of requests, slots, threads
+and tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np  # Not at run time: the process that checks grammars has little memory.
 
 _LIMITS: dict[str, Any] = {
-    # Library defaults with less memory; about 20 ms of a core for each of the first three.
+    # The library's defaults, but less memory. The first three each allow about 20 ms of a core.
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
@@ -39,8 +39,8 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,  # Verbose errors would quote the schema and the text.
 }
 _KEPT = 16
-"""Number of last used grammars with automata in memory: a few hundred KiB each, tens of MiB at
-their limit.
+"""Maximum number of grammars with automata in memory, the most recently used ones: a few hundred
+KiB each, tens of MiB at their limit.
 """
 _SILENT = 0
 _NUM_WALKED = 16
@@ -68,9 +68,7 @@ _QUOTED = re.compile(r"\n<non-verbose/>|\n +\d+ \|.*", re.DOTALL)
 
 @dataclass(frozen=True)
 class CallRule:
-    """Format of one tool's call: texts, patterns and ids of marks (special tokens) around
-    arguments.
-    """
+    """Format of one tool's call: texts, patterns and ids of special tokens around the arguments."""
 
     before: tuple[str | re.Pattern[str] | int, ...]
     arguments: dict[str, Any]
@@ -243,7 +241,7 @@ class Follower:
     """State of one text in its grammar."""
 
     def __init__(self, grammar: Grammar, tokens: Sequence[int]) -> None:
-        """Start after `tokens`. The first mask consumes them; until then a Follower is free."""
+        """Start after `tokens`. The first mask consumes them; a Follower costs nothing before."""
         self.error: str | None = None
         """Reason why the grammar cannot follow the text; then no token is allowed. None: it can."""
         self._grammar = grammar
@@ -317,7 +315,7 @@ class Follower:
         return before is Place.REASONING and token not in self._grammar.opens
 
     def _reasoning(self, drafts: Sequence[int]) -> tuple[slice, slice]:
-        """Return (rows within the reasoning, rows of these in which it must end). Row 0 draws the
+        """Return (rows within the reasoning, those of them that must draw its end). Row 0 draws the
         next token; each draft adds one row.
         """
         none = slice(0)
@@ -461,8 +459,7 @@ class Grammars:
                 self._renew(follower, renewed)
             matcher = follower._matcher
             if not drafts and follower._at is Place.HELD and follower.error is None:
-                # Fast path for most texts of most steps; the general code below gives the same
-                # result.
+                # Fast path for most texts of most steps; the code below gives the same result.
                 assert matcher is not None
                 has_mask_R[first] = True
                 matcher.unsafe_compute_mask_ptr(base + first * num_bytes, num_bytes)

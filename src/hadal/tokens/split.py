@@ -1,8 +1,8 @@
 """Split of a text at added tokens, as the tokenizers library does it.
 
-The leftmost and there the longest match counts. A match that its token's flags exclude is skipped
-as a whole. Source: tokenizers 0.23, `AddedVocabulary::find_matches`. Independent of files and of
-the meaning of ids.
+The leftmost match counts; of several that start there, the longest. A match that its token's flags
+exclude is skipped as a whole. Source: tokenizers 0.23, `AddedVocabulary::find_matches`. Independent
+of files and of the meaning of ids.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ _SPACE = frozenset(
     "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-"""Unicode's White_Space, which is `\\s` of Rust's regex. Python's `\\s` has four more characters.
-"""
+"""Unicode's White_Space: `\\s` of Rust's regex; Python's `\\s` has four more characters."""
 _WORD_CATEGORIES = frozenset({"Nd", "Nl", "Pc"})
 _WORD_SIGNS = (
     range(0x24B6, 0x24EA),
@@ -67,6 +66,7 @@ class Splitter:
                 pieces.append(text[at:start])
             if start < stop:
                 # As in the library, a token within white space that the previous token took counts.
+                # With `lstrip`, nothing is left of such a token.
                 pieces.append(each)
             at = stop
         if at != len(text):

@@ -116,8 +116,7 @@ def _check_fields(fields: dict[str, Any], source: str) -> None:
         )
     assert isinstance(model, dict)
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-        # Byte-level tokens have no affixes. The tokenizers library aborts if a prefix to cut is
-        # missing.
+        # Byte-level tokens have no affixes, and the tokenizers library aborts at a missing prefix.
         if model.get(name):
             raise CheckpointError(
                 f"{source}: model.{name} is {shown(model[name])}; only byte-level tokenizers without"

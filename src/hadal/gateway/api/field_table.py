@@ -3,7 +3,7 @@
 One row is one field, or several with the same answer. A path names a field: `a.b` is field b of
 object a, `a[].b` is field b of each object in list a. docs/api.md is made from these rows (`python
 -m tests.suite.fields --write`), and gateway/api/fields applies them to bodies. Sources: the public
-references and SDK types of the services that each row names, in November 2026. Values only.
+references and SDK types of the services that each row names, in November 2026.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def is_ascending(query: Mapping[str, str]) -> bool:
 
 
 def list_page(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """Return one page of a list. `objects`: one more than `limit`, if there are more."""
+    """Return one page of a list. `objects` has `limit` + 1 entries if another page follows."""
     shown = objects[:limit]
     return {
         "object": "list",

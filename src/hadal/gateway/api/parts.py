@@ -62,7 +62,7 @@ class PartChange:
 
 
 class PartFold:
-    """Parts of one reply so far. The last one is open until another begins, or `end`."""
+    """Parts of one reply so far. The last is open until another begins or `end` is called."""
 
     def __init__(self) -> None:
         self.parts: list[ReplyPart] = []

@@ -26,9 +26,7 @@ from hadal.stats.prices import PICO_PER_MICRO, micro_usd
 PRIORITY = "priority"
 """Right to jump the queue: a `priority` above 0."""
 OPERATOR = "operator"
-"""Right to see the activity of all tenants: /audit, /trace, /status, and /metrics unless that is
-open.
-"""
+"""Right to see all tenants' activity: /audit, /trace, /status, and /metrics unless it is open."""
 RIGHTS = frozenset({PRIORITY, OPERATOR})
 
 

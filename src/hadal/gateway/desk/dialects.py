@@ -1,8 +1,8 @@
 """Dialects: the APIs for generations. Each turns bodies into work and formats replies.
 
-The code for a dialect's bodies and replies is in a folder of gateway/api; its class here connects
-it to the service. To add a dialect, write both, and add a line to
-`dialects_of`. Independent of routes and sockets.
+A folder of gateway/api reads a dialect's bodies and writes its replies; a class here connects them
+to the service. A new dialect needs both, and a line in `dialects_of`. Independent of routes and
+sockets.
 """
 
 from __future__ import annotations

@@ -174,12 +174,12 @@ class FarHost(Doors):
                         )
 
     def check_capacity(self, tenant: str) -> None:
-        """Refuse nothing: the front decides when generations are opened."""
+        """Refuse nothing: the front decides once generations are opened."""
 
     def reserve(
         self, tenant: str, generations: Sequence[Generation], most_pico_usd: tuple[int, ...] = ()
     ) -> Ticket:
-        """Return a ticket on which the front decides."""
+        """Return a ticket without admission: the front decides once it gets the generations."""
         return Ticket(False, most_pico_usd)
 
     async def check_counting(self, tenant: str) -> None:
@@ -204,7 +204,7 @@ class FarHost(Doors):
         return ()
 
     def spent(self, spent: Spent) -> None:
-        """Do nothing: `unread` asks for nothing."""
+        """Do nothing: the gateway with the front reads the ledger."""
 
     def charged(self, charged: Charged) -> None:
         """Send the recorded charge of a generation to the front. A new front gets it again if it is

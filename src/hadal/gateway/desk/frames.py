@@ -1,5 +1,4 @@
-"""Console states at single instants, and files of them: from a live server, or from a simulated one
-for playback.
+"""Console states at single instants, live or simulated, and files of them for playback.
 
 A file has one ConsoleFrame per line as JSON, packed with gzip. Independent of pages.
 """

@@ -125,8 +125,7 @@ class Reply:
             self.work.num_prompt_tokens,
             sum(assembler.num_tokens for assembler in assemblers),
             sum(assembler.num_reasoning_tokens for assembler in assemblers),
-            # Choices are grouped by prompt. A prompt counts once, by the cached tokens of its first
-            # choice.
+            # Choices are grouped by prompt; only its first choice counts a prompt's cached tokens.
             sum(meter.num_cached for meter in self.meters[:: self.work.ask.n]),
         )
 
@@ -188,8 +187,8 @@ class Reply:
         return 200
 
     async def _run(self, outlet: Outlet) -> bytes:
-        """Write events without this task for as long as possible. Return the first one that it must
-        write: the last event, one that `outlet` did not write, or a keep-alive. Raises ApiError,
+        """Write events without this task as long as possible. Return the event that the task must
+        write: the last one, one that `outlet` did not write, or a keep-alive. Raises ApiError,
         ClientGone.
         """
         running = _RunningStream(self, outlet)

@@ -1,5 +1,4 @@
-"""Questions that the gateway with the front sends to units: ledger audits, step traces, and
-locations of experts.
+"""Questions of the front's gateway to units: ledger audits, step traces, locations of experts.
 
 Depends on the wire's messages, not on pages.
 """

@@ -17,8 +17,8 @@ from hadal.gateway.text.tools import Tool
 from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
 
 CPU_S = 0.25
-"""Maximum processor time for checking one grammar. A rank takes as long to build it, and its step
-waits. Of 608 third-party schemas, the slowest took 0.05 s.
+"""Maximum processor time for checking a grammar, or _TOGETHER tools' schemas. A rank takes as long
+to build a grammar, and its step waits. Of 608 third-party schemas, the slowest took 0.05 s.
 """
 _TOGETHER = 16
 """Number of tool schemas checked together within CPU_S."""

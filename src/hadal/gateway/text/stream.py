@@ -144,16 +144,16 @@ class UnshownTokens:
         self._waiting: deque[tuple[int, Token]] = deque()
         """(position in the section where the token's text starts, token)."""
         self._num_chars = 0
-        """Number of this section's characters that reached the stop strings."""
+        """Number of this section's characters that reached the search for stop strings."""
         self._num_shown = 0
-        """Number of this section's characters that passed the stop strings."""
+        """Number of this section's characters that passed the search for stop strings."""
 
     def add(self, token: Token) -> None:
         """Add a token, before its text."""
         self._waiting.append((self._num_chars, token))
 
     def came(self, num_chars: int) -> None:
-        """Count text that reached the stop strings."""
+        """Count text that reached the search for stop strings."""
         self._num_chars += num_chars
 
     def show(self, num_chars: int, shown: list[Token]) -> None:

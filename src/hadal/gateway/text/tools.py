@@ -119,7 +119,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Control tokens of one family."""
+    """Form of a call in one family of models: its control tokens and their order."""
 
     name: str
     calls_begin: str

@@ -2,7 +2,7 @@
 
     body --MessagesRequest--> ChatAsk, as for /chat/completions       Piece --PartFold--> blocks
 
-One system text, then turns with blocks as content: text, thinking, tool_use and tool_result. A
+A system text, then turns with blocks as content: text, thinking, tool_use and tool_result. A
 reply is a message of blocks of the first three types; in a stream, each block begins, grows and
 stops. Thinking of earlier turns is left out, as DeepSeek-R1 requires, so its signature is not
 checked.

@@ -288,7 +288,7 @@ def check_num_ids(body: bytes, max_tokens: int) -> None:
         )
     for found in _LIST.finditer(body) if num_commas > max_tokens else ():
         name = found[1].decode()
-        # Scan only up to the next quote, where another list may begin: so each byte once.
+        # Scan only up to the next quote, where another list may begin: no byte is scanned twice.
         quote = body.find(b'"', found.end())
         *lists, _ = body[found.end() : quote if quote >= 0 else len(body)].split(
             b"]", MAX_PROMPTS + 2

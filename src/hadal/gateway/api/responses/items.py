@@ -30,7 +30,7 @@ def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) 
         raise RequestError("input is empty; send a text or a list of items.", "input")
     turns: list[Turn] = []
     behind: dict[int, list[str]] = {}
-    """Index of a turn -> assistant texts after its calls; they join it before the results."""
+    """Index of a turn -> assistant texts after its calls; they are added to the turn's text."""
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.type in ("function_call", "custom_tool_call"):

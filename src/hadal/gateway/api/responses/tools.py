@@ -2,7 +2,7 @@
 
     function                  offered by its name
     namespace                 its functions are offered as NAMESPACE__NAME; calls have both names
-    custom                    a function with one text, which the call has as its input
+    custom                    offered as a function of one text, the `input` of the client's call
     web_search and others     left out, as only a provider can run them; logged if at the top
 
 Values in, values out; independent of tokens.
