@@ -14,7 +14,7 @@ MAX_URL_CHARS = 2000
 
 
 def server_url_or_none(parameter: typer.CallbackParam, given: str) -> str:
-    """Check an address like `server_url`, but accept an empty one."""
+    """Return the address as `server_url` does, and accept an empty one."""
     return server_url(parameter, given) if given else ""
 
 

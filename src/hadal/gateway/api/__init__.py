@@ -1,1 +1,1 @@
-"""Room api: requests and replies as each API writes them."""
+"""Requests and replies in the form of each API."""

@@ -40,7 +40,7 @@ _logged: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class NamedBody:
-    """Body with every field under its own name."""
+    """Body with every field under the API's own name for it, not under an alias."""
 
     body: bytes
     own_to_sent: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def check_fields(body: bytes, api: str) -> NamedBody:
 
 
 def _named(body: bytes, given: _Raws, api: str) -> NamedBody:
-    """Return the body with own field names. Raises RequestError if a field's aliases contradict."""
+    """Return the body with aliases renamed. Raises RequestError if a field has different values."""
     own_to_sent: dict[str, str] = {}
     rows = rows_of(api)
     for name in [name for name in given if name in rows and rows[name].alias]:

@@ -1,1 +1,1 @@
-"""Room desk: keys, accounts and metrics, requests and replies between HTTP and the front."""
+"""Keys, accounts and metrics, and requests and replies on their way between HTTP and the front."""

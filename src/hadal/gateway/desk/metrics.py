@@ -190,7 +190,7 @@ class Metrics:
         self._usage_tokens.labels("miss").inc(usage.num_prompt_tokens - usage.num_cached_tokens)
 
     async def counted(self, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """Return this gateway's own counts, for `text` of the front's gateway. A desk/pages page."""
+        """Return this gateway's own counts, for `text` of the front's gateway. A `Page`."""
         families = [
             _Family(
                 metric.name,

@@ -1,1 +1,1 @@
-"""Room edge: rules for every HTTP request, independent of its page."""
+"""Rules for every HTTP request, independent of its endpoint."""

@@ -1,1 +1,1 @@
-"""Room text: chat templates, prompts, and tokens made into text."""
+"""Chat templates, prompts, and tokens made into text."""

@@ -3,7 +3,7 @@
 Two checks precede tokenising. A text of N characters has at least N / (longest token) tokens; this
 check is free. That bound is weak for a vocabulary with long tokens (DeepSeek's has one of 128
 spaces). So a long text is first tokenised in pieces, until they have twice the allowed tokens. Cuts
-add only a few tokens per piece, so permitted texts pass. At most 4 times the limit is tokenised.
+add few tokens per piece, so permitted texts pass. At most about 4 times the limit is tokenised.
 """
 
 from __future__ import annotations

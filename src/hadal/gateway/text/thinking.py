@@ -1,7 +1,7 @@
 """Read a request's options for thinking (reasoning), in the forms of all services.
 
     thinking, enable_thinking, reasoning.enabled      think or do not
-    reasoning_effort, reasoning.effort                how much; "none" is not at all
+    reasoning_effort, reasoning.effort                amount of thinking; "none": do not think
     thinking_budget and its other names               maximum number of reasoning tokens
     chat_template_kwargs                              the template's switches, if no other is set
 
