@@ -1,3 +1,3 @@
-"""Benchmarks, one module each. Each prints the figure of a peer or the machine's limit beside ours. This
-package imports nothing heavy by itself.
+"""Benchmarks, one module each. Most print a peer's figure or the machine's limit beside Hadal's. This
+package itself imports nothing heavy.
 """

@@ -3,10 +3,10 @@ worst time, first alone and then during each attack.
 
     python -m bench.attacks [--quick] [--checkout FOLDER] [--attack NAME ...]
 
-Each attack gets a server of its own, with two keys without rights. One key asks for 32 tokens again
+Each attack gets a server of its own, with two API keys without special rights. One key asks for 32 tokens again
 and again, first alone and then while a process with the other key attacks. `--checkout` serves
 another checkout, such as an earlier commit's, with the Python of its .venv if it has one. Bodies
-that are expensive before admission must leave the other tenant's p95 near its value alone.
+that are expensive before admission may raise the other tenant's p95 to 1.5 times its p95 alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def head(address: Address, num_bytes: int, path: str = "/v1/completions") -> byt
 
 @asynccontextmanager
 async def asked(address: Address, num_bytes: int, content: bytes) -> AsyncIterator[Connection]:
-    """Open a connection and send a request's head, which states `num_bytes`, and `content` of its body."""
+    """Open a connection and send the head of a request with a body of `num_bytes`, then `content`, which may
+    be only the body's beginning. Yields (reader, writer).
+    """
     reader, writer = await asyncio.open_connection(*address)
     with closing(writer):
         writer.write(head(address, num_bytes) + content)
@@ -73,7 +75,7 @@ async def asked(address: Address, num_bytes: int, content: bytes) -> AsyncIterat
 
 
 def body_of(fields: dict[str, Any]) -> bytes:
-    """Return the body of an attacker's request."""
+    """Return `fields` as the JSON body of a generation that ignores EOS."""
     return json.dumps({"model": "hadal-tiny", "ignore_eos": True, **fields}).encode()
 
 
@@ -123,7 +125,7 @@ async def flood_first(address: Address, number: int) -> None:
 
 
 async def dribble(address: Address, number: int) -> None:
-    """Send a body that never ends, one byte per second; start again when it is cut off."""
+    """Send a body that never ends, one byte per second; reconnect when the server closes the connection."""
     while True:
         async with asked(address, 1000, b"") as (_, writer):
             while not writer.is_closing():
@@ -157,7 +159,7 @@ async def unread(address: Address, number: int) -> None:
 
 
 async def cancel(address: Address, number: int) -> None:
-    """Start a stream of 8 choices and leave it when it has hardly begun."""
+    """Start a stream of 8 choices and disconnect after CANCEL_AFTER_S, again and again."""
     for turn in itertools.count():
         body = body_of(
             {"prompt": f"Say {number} {turn}", "n": NUM_CHOICES, "max_tokens": 1000, "stream": True}
@@ -257,7 +259,7 @@ class Seen:
     times_s: tuple[float, ...]
     """Seconds of the answered requests."""
     refusals: tuple[int, ...]
-    """HTTP statuses of the requests that failed; 0: no answer within WAIT_S."""
+    """HTTP statuses of the requests that failed; 0: no answer within WAIT_S, or a broken connection."""
 
     @property
     def answered(self) -> str:
@@ -281,7 +283,9 @@ class Seen:
 
 
 def ask(address: Address, number: int) -> tuple[int, float]:
-    """Send one request of the other tenant. Return (status, or 0 if no answer came within WAIT_S; seconds)."""
+    """Send one request of the other tenant. Return (status, seconds); status 0: no answer within WAIT_S,
+    or a broken connection.
+    """
     body = {
         "model": "hadal-tiny",
         "prompt": f"Number {number}: tell me a story.",
@@ -311,7 +315,7 @@ def watch(address: Address, span_s: float, most: int, numbers: itertools.count[i
 
 # ---- the table ----
 def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tuple[Seen, Seen]:
-    """Measure the other tenant alone, and during the attack."""
+    """Return the other tenant's results (alone, during the attack)."""
     keys = {"HADAL_API_KEYS": f"{ATTACKER},{OTHER}"}
     with serving(environment=keys, checkout=checkout) as server:
         numbers = itertools.count()

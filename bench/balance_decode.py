@@ -137,7 +137,7 @@ def show_time(console: Console) -> None:
     ):
         world.seat(rank, waiting)
     for _ in range(100):
-        world.run_step(None)  # Ended requests leave gaps.
+        world.run_step(None)  # Until some requests have ended and left free slots.
     view = world.exact
     for num in (1, 16):
         arrivals = [Arrival(1000 + 10 * index, 2000) for index in range(num)]

@@ -11,8 +11,8 @@ Ranks that share cores take the same total time however the work is spread over 
 changes no time. Here the op of the routed experts lasts in proportion to the rows that the rank received, and
 attention in proportion to the positions that its tokens attend to: the thread computes, then sleeps until the
 op's time is over. The slowest rank decides when a step ends, as on GPUs. The figures show the value of balance
-for such op times, not the speed of any hardware. The log reports now and then how many ops computed for longer
-than their time.
+for such op times, not the speed of any hardware. After every SAY_EVERY ops the log reports how many ops computed
+for longer than their time.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def lasting(op: Op, count: Callable[[MicroBatch], int], seconds: float, overruns
 
 
 class DeviceChild(Child):
-    """A child of the supervisor; a rank runs this module."""
+    """A child process of the supervisor. A rank's process runs this module instead of its own."""
 
     def __init__(self, name: str, role: str, arguments: Sequence[str], *more: Any) -> None:
         module, *rest = arguments

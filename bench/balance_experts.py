@@ -45,8 +45,9 @@ MEASURED_EPLB = {
     "EP96 global": ".9630 / .912 / 2540",
     "decode 144 global": ".8657 / .661 / 2750",
 }
-"""Case and mode -> mean / worst layer / ms of DeepSeek's eplb.py, on two shared cores and SGLang's load matrices
-(issue 6017 there). Some averages are over other prompt lengths than ours (prefill in1024, 2048, 4096).
+"""Case and mode -> mean / worst layer of mean/max, and ms, of DeepSeek's eplb.py, on two shared cores and
+SGLang's load matrices (SGLang's issue 6017). Some averages are over other prompt lengths than ours (prefill
+in1024, 2048, 4096).
 """
 
 

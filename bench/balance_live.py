@@ -1,4 +1,5 @@
-"""The balancers live: one unit of several ranks, equal load, tokens per second with and without each balancer.
+"""Gain of the balancers on a running server: one unit of several ranks under equal load, tokens per second with
+and without each balancer.
 
     python -m bench.balance_live [--quick] [--scene NAME ...]
 
@@ -6,8 +7,8 @@ Rows of *real compute* are the unchanged `hadal serve`, with ranks that share th
 moves to another rank stays on the same cores, so balance changes no time, and these rows show the cost of
 balancing. Rows of *virtual devices* have the same server, messages, weights and tokens. But in each rank's
 process, attention and routed experts last as long as a device of its own would need for that work
-(bench/balance_device). There the slowest rank decides, as on GPUs. The gain depends on the chosen costs of the
-device, which are printed.
+(bench/balance_device). There the slowest rank decides when a step ends, as on GPUs. The gain depends on the
+chosen costs of the device, which are printed.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def scenes() -> dict[str, Scene]:
 
 
 def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table:
-    """Return a table with a column for each variant. Tokens/s and ratios are medians over rounds and their pairs.
-    Objectives are mean over maximum of the ranks. `slower ops` computed for longer than the device would have.
+    """Return a table with a column for each variant. Tokens/s are medians over rounds, ratios over pairs of rounds.
+    Objectives are mean over maximum of the ranks. `slower ops`: share that computed for longer than the device.
     """
     kind = (
         "REAL COMPUTE: the ranks share this machine's cores"

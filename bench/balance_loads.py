@@ -57,7 +57,9 @@ class UnitReport:
 
 
 def mooncake(path: Path) -> UnitReport:
-    """Return Mooncake's conversations. A repeated block is cached, as on a disk without evictions."""
+    """Return Mooncake's conversations. Leading blocks that an earlier prompt had are cached, as on a disk
+    without evictions.
+    """
     seen: set[int] = set()
     arrivals = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -70,15 +72,15 @@ def mooncake(path: Path) -> UnitReport:
 
 
 def azure(name: str, path: Path) -> UnitReport:
-    """Return one of Azure's 2023 traces, which hold lengths only: nothing is cached."""
+    """Return one of Azure's 2023 traces, which have lengths only: nothing is cached."""
     read = traffic.azure(path.read_text(encoding="utf-8").splitlines())
     arrivals = zip(read.arrival_s.tolist(), read.tokens_in.tolist(), strict=True)
     return UnitReport(name, path.name, tuple(Arrival(at, 0, max(1, n)) for at, n in arrivals))
 
 
 def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: int) -> UnitReport:
-    """Return Poisson arrivals with lognormal lengths. `mean` is the mean before lengths are capped
-    at `most`; nothing is cached.
+    """Return Poisson arrivals with lognormal lengths. `mean` is the mean before lengths are limited
+    to 16 to `most`; nothing is cached.
     """
     random = np.random.default_rng(seed)
     lengths = np.clip(
@@ -94,7 +96,9 @@ def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: i
 
 
 def loads(seed: int = 0) -> list[UnitReport]:
-    """Return all loads of the benchmark. `source` names the stand-in if a trace is missing."""
+    """Return all loads of the benchmark. If a trace is missing, `source` names its stand-in; azure-conv has
+    none and is left out.
+    """
     folder = shared_data()
     found: dict[str, Path] = {}
     names = ("mooncake_conversation.jsonl.gz", "azure2023_code.csv", "azure2023_conv.csv")

@@ -52,7 +52,7 @@ PUBLISHED = (
 
 
 def rules(load: UnitReport, num_tokens: int) -> dict[str, Callable[[], Rule]]:
-    """Return name -> maker of a fresh rule. Rules that cut by cost get the mean price of `num_tokens` as a budget."""
+    """Return name -> maker of a fresh rule. Rules with a cost budget get the mean price of `num_tokens`, seconds."""
     total_s = sum(RATES.chunk_s(a.num_cached, a.num_tokens) for a in load.arrivals)
     budget_s = num_tokens * total_s / sum(a.num_tokens for a in load.arrivals)
     return {
@@ -67,7 +67,7 @@ def rules(load: UnitReport, num_tokens: int) -> dict[str, Callable[[], Rule]]:
 
 
 def mark(value: float, target: float, *, is_least: bool) -> str:
-    """Return "met" or "MISSED": `value` against `target`."""
+    """Return "met" or "MISSED". `is_least`: the target is a lower limit, else an upper one."""
     return "met" if (value >= target if is_least else value <= target) else "MISSED"
 
 

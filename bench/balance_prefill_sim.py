@@ -4,7 +4,7 @@
     mean_s * mean tokens
 
 Efficiency is the same sum with means instead of maxima and without the fixed cost, divided by the actual time:
-a rule that makes shorter steps pays for them. In each run one rule decides on which rank prompts go and how
+a rule that makes shorter steps pays for them. In each run one rule decides to which rank prompts go and how
 many tokens a step takes. `hadal.policy.prefill_balance` is called as in the live system.
 """
 
@@ -161,7 +161,7 @@ def least_cost(queues: Queues) -> int:
 
 @dataclass(slots=True)
 class Outcome:
-    """Sums of one run. Balances are means over time of mean / max."""
+    """Sums of one run. `attention`, `tokens` and `time` are the ranks' mean / max, averaged over time."""
 
     actual_s: float = 0.0
     ideal_s: float = 0.0

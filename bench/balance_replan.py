@@ -44,7 +44,7 @@ def sequences(folder: Path) -> dict[str, list[Floats]]:
 
 
 def replans(console: Console, folder: Path) -> None:
-    """Print one row per case and sequence: means over its re-plans, and the worst of them beside the greedy plan."""
+    """Print one row per case and sequence: means over its re-plans, and the lowest balance over the greedy plan's."""
     table = table_of(
         "case|loads|moved|balanced|stale|of greedy|least|+ split|ms|1 layer ms",
         "replicas moved per plan, % of slots (EPLB from scratch: 93 to 97 *)",

@@ -7,7 +7,7 @@ groups (DeepSeek-V3, section 2.1.2). Biases are fitted until the experts' loads 
 pairing of experts within a token is the model's and not measured. A token crosses to each remote node once,
 however many of its experts are there. Tokens come evenly from all nodes.
 
-Shapes: N tokens, E experts, G groups, K experts of a token, R ranks, M most replicas of an expert.
+Shapes: N tokens, E experts, K experts of a token.
 """
 
 from __future__ import annotations

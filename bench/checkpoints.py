@@ -2,8 +2,8 @@
 that every peer reads.
 
 Both are Hugging Face folders with DeepSeek's own tensor names, stored under .peers/models/. The
-weights of the generated one are random, so its output means nothing; its shapes, routing and cost
-are those of a real checkpoint.
+weights of the generated one are random, so its output means nothing; its parts, its routing and its
+cost per weight are those of a real checkpoint.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def stored_model(name: str, kind: str, folder: Path) -> Path:
                 save_file(shard, folder / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(shard, file)
             shard = {}
-    # transformers requires both.
+    # transformers requires both fields.
     index_text = json.dumps({"metadata": {}, "weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
     _write_tokenizer(folder, MID["vocab_size"])

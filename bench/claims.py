@@ -1,7 +1,7 @@
-"""Claims of speed: ratios of times of one run beside their bars, printed as held or missed.
+"""Claims of speed: each is a ratio from one run and the bar (limit) for it, printed as held or missed.
 
-A ratio of real times depends on the load of the machine, so no test asserts one. A test asserts each claim's
-order in simulated time; `make bench-quick` measures it and prints all claims again at its end.
+A ratio of real times depends on the load of the machine, so no test asserts one. `make bench-quick` measures
+them and prints all claims again at its end. Tests check what can be checked in simulated time.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class UnitReport:
 
 
 def r1_load(seed: int = 1, num: int = 50_000) -> UnitReport:
-    """Return a reasoning load: short and long prompts, outputs over a thousand tokens, about 4.4k
-    tokens of KV per running request.
+    """Return a reasoning load: short and long prompts, outputs of over a thousand tokens on average, about
+    4.4k tokens of KV per running request.
     """
     random = np.random.default_rng(seed)
     prompts = np.clip(random.lognormal(np.log(1250), 1.3, num), 16, 65_536).astype(np.int64)

@@ -1,11 +1,12 @@
-"""A server with drafts (speculative decoding) beside one without: what a client sees, in turns, on hadal-tiny's
-own tasks.
+"""Servers with drafts (speculative decoding) beside one without: tokens/s and time between tokens at the client,
+in alternating rounds, on hadal-tiny's own tasks.
 
     python -m bench.drafts_served [--drafts auto 1 2] [--concurrency 1 8] [--rounds 5] [--chats 32]
 
 All servers run at once, but only one gets requests at a time; the clients share their cores. Sampling is
-greedy, so all servers must give the same number of tokens; this is checked. A ratio is the median of the
-rounds' own ratios. The prefill step is the server's own smoothed `hadal_step_ms` at the end.
+greedy, so all servers must give the same number of tokens; this is checked. The ratio of
+tokens/s is the median of the rounds' ratios; that of the time between tokens is a ratio of medians. The prefill
+step is the server's own smoothed `hadal_step_ms` at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def once(server: Running, num_chats: int, concurrency: int) -> tuple[float, list
 
 
 def accepted(server: Running) -> str:
-    """Return the accepted share of all drafts so far, by place, as text."""
+    """Return the accepted share of all drafts so far, by position in a step, as text."""
     sums: dict[str, dict[str, float]] = {}
     for key, value in server.metrics().items():
         for kind in ("tried", "accepted"):

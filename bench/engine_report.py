@@ -51,7 +51,7 @@ class Point:
         return num_tokens + 1 < config.max_position_embeddings
 
     def bound(self, config: ModelConfig, limits: Limits, weight_bytes: int) -> float:
-        """Return the tokens/s that no engine with FP32 products can exceed on this machine."""
+        """Return the highest tokens/s with FP32 products on this machine if every weight is read from memory."""
         if self.kind == "prefill":
             cost = prefill_cost(config, self.size, weight_bytes)
         else:
@@ -75,7 +75,7 @@ class Series:
 
     rates: list[float] = field(default_factory=list)
     others_cores: list[float] = field(default_factory=list)
-    """Cores that processes other than this one kept busy during each repetition."""
+    """Cores that processes other than the engine and the benchmark kept busy during each repetition."""
 
     @property
     def median(self) -> float:

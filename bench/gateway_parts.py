@@ -35,7 +35,7 @@ _OURS = re.compile(r"hadal/([\w/]+)\.py")
 
 
 def look(pid: int, raw: Path) -> subprocess.Popen[bytes]:
-    """Start py-spy on a process."""
+    """Start py-spy on a process. It writes its samples to `raw` after LOOKED_S seconds."""
     spy = [
         str(Path(sys.executable).parent / "py-spy"),
         *["record", "--format", "raw", "--nonblocking"],
@@ -56,7 +56,9 @@ def counted(raw: Path) -> Counter[str]:
 
 
 def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> Mapping[str, float]:
-    """Return module -> microseconds per token, '' for all. Raises RuntimeError if py-spy fails or a stream ends."""
+    """Return module -> microseconds per token, '' for all. Raises RuntimeError if py-spy fails or a
+    stream ends during the measurement.
+    """
     vocab_size, pid = read_model_config(folder).vocab_size, server.roots["gateway"]
     settle(server)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:

@@ -49,7 +49,9 @@ def _bind(threads: int) -> None:
 
 
 class HadalSubject:
-    """Prefill in chunks as a prefill leader cuts them; decode with differences as a decode leader sends them."""
+    """Prefill in chunks as a prefill leader cuts them; decode with plans that list only changes, as a decode
+    leader sends them.
+    """
 
     def __init__(
         self,

@@ -3,14 +3,14 @@ host and with no encryption.
 
     python -m bench.hosts [--quick] [--model mid] [plan|start|step ...]
 
-Hosts are network namespaces on one machine, joined by a link without a limit, with a Ray node each
+Hosts are network namespaces on one machine, each with a Ray node, joined by a link without a rate limit
 (tests/dist/hosts.py; needs root). They share the machine's cores. So the figures show the cost of a
 second host, but not the gain of its cores.
 
     plan       the launch plan of DeepSeek's published fleet at its peak, 278 nodes
     start      16 ranks over 8 hosts, from the command to the last ready rank; Ray was running before
-    step       one deployment three times: on one host, over two, over two without CURVE. All run all the
-               time and get requests in turn, so the CPU time of an idle Ray counts against each
+    step       one deployment three times: on one host, over two, over two without CURVE. All three run
+               all the time and get requests in turn, so the CPU time of Ray slows each of them
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def deployments(model: Path, folder: Path) -> Iterator[dict[str, Deployed]]:
 
 
 def step(console: Console, *, quick: bool, model: Path) -> None:
-    """Print tokens/s and gaps by deployment, as medians of rounds that take turns."""
+    """Print tokens/s and gaps by deployment, as medians over alternating rounds."""
     num_rounds, length = (2, 100) if quick else (9, 300)
     rows: dict[tuple[int, str], list[Round]] = {}
     with (

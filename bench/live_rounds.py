@@ -1,4 +1,4 @@
-"""One load on servers that differ only in their balancers, in turn: tokens per second and gauges of each.
+"""Measure servers that differ only in their balancers, in turn under one load: tokens per second and gauges.
 
 All servers of a scene run at once, and only the measured one gets requests. So rounds are interleaved without
 restarts, and a balancer keeps the plans that it installed. Each round starts new clients, which leave at its
@@ -193,7 +193,7 @@ def measure(
 
 
 async def run_round(scene: Scene, running: Running, settle_s: float, window_s: float) -> Window:
-    """Fill the unit, let it settle, and measure."""
+    """Fill the unit, let it settle for `settle_s`, and measure for `window_s`."""
     async with http_client(running.status.url, scene.num_clients) as http:
         loop = ClosedLoop(http, MODEL, scene.asks, scene.num_clients)
         async with loop:

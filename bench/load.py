@@ -85,12 +85,12 @@ async def stream(address: Address, endpoint: str, body: Mapping[str, Any], key: 
 
 
 def first_ms(samples: Sequence[Sample]) -> list[float]:
-    """Return the times to the first token."""
+    """Return the times to the first token, ms; streams without a token have none."""
     return [1e3 * seconds for sample in samples if (seconds := ttft_s(sample)) is not None]
 
 
 def token_ms(samples: Sequence[Sample]) -> list[float]:
-    """Return each stream's mean time between tokens; streams of one token have none."""
+    """Return each stream's mean time between tokens, ms; streams of one token have none."""
     return [1e3 * seconds for sample in samples if (seconds := tpot_s(sample)) is not None]
 
 

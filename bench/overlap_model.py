@@ -244,8 +244,8 @@ class ModelRank:
         execute(schedule, len(self._layers), states, self._run_op, recorder)
         end_s, execute_cpu_s = time.perf_counter(), time.process_time() - before_s
         if self._group.is_live and schedule.offset is None:
-            # Dispatches and combines alternate. A copy is kept, because a replay appends to the
-            # group's list.
+            # Without an offset, dispatches and combines alternate, so a replay can tell them apart.
+            # A copy is kept, because a replay appends to the group's list.
             self._sizes[num_micro_batches] = list(self._group.sizes)
         num_bytes = [sum(sizes.values()) for sizes in self._group.sizes]
         self._group.is_live = True

@@ -2,7 +2,7 @@
 Needs root and `tbf`.
 
 Names contain the process id. Everything is removed at the end, also if the run fails; the next run
-removes the remains of a killed one. `why_not` returns the kernel's refusal.
+removes the remains of a killed one. `why_not` returns the reason if no link can be made here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """One rank of a run, as a process: `python -m bench.overlap_rank`. Questions and answers are lines of JSON.
 
-    form    connect to the members                        device  become a virtual device (bench/overlap_device)
-    model   become a rank of a real one (overlap_model)   run     run a schedule from a given time on
+    form    connect to the members
+    device  become a virtual device (bench/overlap_device)
+    model   become a rank of a real model (bench/overlap_model)
+    run     run a schedule from a given time on
 
 One process can serve several works in turn, each under a name (`work`).
 """

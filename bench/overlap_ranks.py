@@ -100,8 +100,7 @@ class _Rank:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         module = [*prefix, sys.executable, "-m", "bench.overlap_rank"]
         told = ["--rank", str(rank), "--address", address, "--parent", str(os.getpid())]
-        # One compute thread per rank: beside it, cores do only the work of other ranks and of the
-        # links.
+        # One compute thread per rank leaves the other cores to the other ranks and the links.
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -41,7 +41,7 @@ from hadal.perf.price import OpSeconds, Price
 
 @dataclass(frozen=True)
 class Timed:
-    """One run of one variant."""
+    """One run of one variant. `foreign`: share of the machine's CPU time that other processes used."""
 
     seconds: float
     foreign: float
@@ -127,7 +127,7 @@ class RealResult:
         return statistics.median(waits) if waits else None
 
     def ideal_s(self) -> float | None:
-        """Return max(C, M), compute and link alone: the lower bound of every schedule."""
+        """Return the longer of compute and link alone: the lower bound of every schedule's time."""
         compute_s, link_s = self.series.median_s(COMPUTE.name), self.series.median_s(LINK.name)
         return None if compute_s is None or link_s is None else max(compute_s, link_s)
 
@@ -255,7 +255,7 @@ def speed_up(result: RealResult, variant: Variant, num_pairs: int) -> float | No
 
 
 def of_ideal(result: RealResult, variant: Variant, num_pairs: int) -> float | None:
-    """Return max(C, M) over the measured time; None if the speed-up is not measured."""
+    """Return the longer of compute and link alone over the measured time; None if the speed-up is not measured."""
     ideal_s, median_s = result.ideal_s(), result.series.median_s(variant.name)
     if ideal_s is None or median_s is None or speed_up(result, variant, num_pairs) is None:
         return None

@@ -85,7 +85,7 @@ def loaded(url: str) -> Iterator[None]:
 
 @contextmanager
 def peak_pages(frames: Path | None, folder: Path) -> Iterator[str]:
-    """Serve the console of the simulated peak; yield its address."""
+    """Serve the console of the simulated peak; yield its address. Without `frames`, simulates the day first."""
     hadal = [sys.executable, "-m", "hadal.cli"]
     if frames is None:
         frames = folder / "peak.gz"

@@ -4,8 +4,8 @@
 
 A simulated unit receives DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at the
 rate at which the planner expects a given number of prompts per rank and step. Printed: the
-simulated step and TTFT, the values of lab/sim/plan/units for a step of the same tokens and for the
-rate, and the constants that would have fitted best. Needs no GPU and no data.
+simulated step and TTFT; the planner's values (lab/sim/plan/units) for a step with as many tokens
+and for the rate; and the constants that would have fitted best. Needs no GPU and no data.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 EP32 on H800 under the leader (scheduler) that also serves. Prompt lengths and cache hits are those of the day,
 and the queue is never empty. "Even" is the step model's price of the same steps with equal tokens and attention
 on all ranks, and equal loads of all experts up to chance. So the share shows the loss that balancing leaves. A
-step takes seconds and a run has some dozen: the table has means over seeds, and the extremes of the rates.
+step takes seconds, so a run has only some dozen steps: the table has means over seeds, and the rates' extremes.
 Seconds are simulated: the figures depend only on the code and the seeds, not on the load of the machine.
 """
 

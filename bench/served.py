@@ -3,7 +3,7 @@
     python -m bench.served [--quick] [--model mid] [--streams 8 ...] [--engine hadal ...]
 
 Several streams run together, each a greedy completion. The time between two tokens is measured
-while all streams run, the time to first token from the moment when all are sent. The client reads
+while all streams run, the time to first token from just before the first request is sent. The client reads
 its sockets only every few milliseconds, because it shares the cores with the server. Peers are
 those of `make bench-peers`. `--checkout OLD` also measures another checkout of Hadal.
 """
@@ -104,7 +104,7 @@ class Measured:
     cores: Mapping[str, float] = field(default_factory=dict)
     """Cores that each process kept busy while all streams ran."""
     others: float = 0.0
-    """Cores that processes other than these kept busy."""
+    """Cores that processes other than the server and the benchmark kept busy."""
 
 
 def ask(server: Server, folder: Path, num_streams: int, num_tokens: int, seed: int) -> Measured:
@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(width=max(140, Console().width))
     streams = options.streams or (STREAMS[:2] if options.quick else STREAMS)
-    # The benchmark sets the model and the settings before the first table.
+    # Skip the file's settings before its first table: the benchmark sets its own model and port.
     tables = "[" + options.config.read_text().partition("\n[")[2] if options.config else ""
     only = options.engine or (["hadal"] if options.quick else [])
     for model in options.model or list(BARS):

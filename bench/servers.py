@@ -31,7 +31,7 @@ class Server:
     """Model name for requests."""
     address: tuple[str, int]
     roots: dict[str, int]
-    """Process name -> process id. Descendants count for it, unless they have a name here."""
+    """Process name -> process id. A process's CPU time includes its descendants', except those named here."""
 
     def cpu_s(self) -> dict[str, float]:
         """Return process name -> CPU seconds used."""
@@ -74,7 +74,7 @@ def vllm_server(folder: Path, dtype: str, threads: int) -> Iterator[Server]:
         *("--host", "127.0.0.1", "--max-model-len", "2048", "--max-num-seqs", str(MAX_STREAMS)),
         *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
     ]
-    # vLLM's server runs its engine in a process of its own by default.
+    # As by default, the engine gets a process of its own; ENVIRONMENT is for the bare engine.
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": str(threads)}
     environment = {**ENVIRONMENT, **own}
     with _served(f"vllm {dtype}", folder.name, port, command, environment) as server:
@@ -85,7 +85,7 @@ def vllm_server(folder: Path, dtype: str, threads: int) -> Iterator[Server]:
 def _served(
     name: str, model: str, port: int, command: list[str], environment: dict[str, str]
 ) -> Iterator[Server]:
-    """Start a peer's server and wait until it is healthy. Raises RuntimeError."""
+    """Start a peer's server and wait until it is healthy. Raises RuntimeError if it ends or takes too long."""
     log = ROOT / ".peers" / "logs" / f"{name.replace(' ', '-')}-server.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:

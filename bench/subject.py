@@ -1,7 +1,7 @@
 """One engine under measurement, in a process of its own that takes orders over a pipe. Uses the standard library
 only.
 
-The process's environment may hold another torch, or none of ours, so both ends exchange JSON lines. Processes
+The process's Python may have another torch and none of our packages, so both ends exchange JSON lines. Processes
 stay alive between measurements, so that the repetitions of several engines can be interleaved.
 """
 

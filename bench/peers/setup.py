@@ -61,7 +61,7 @@ def run(*command: str, timeout_s: float = 3600.0) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment: uv does not read pip's variable for a local folder of wheels."""
+    """Return the environment for commands. uv has its own variable for a local folder of wheels: set it to pip's."""
     return {
         **os.environ,
         "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),

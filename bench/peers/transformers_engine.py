@@ -51,7 +51,7 @@ class TransformersSubject:
         for _ in range(steps):
             out = self._model(token, past_key_values=out.past_key_values, use_cache=True)
             token = out.logits[:, -1:].argmax(-1)
-            token.tolist()  # A server would have to send it.
+            token.tolist()  # A server needs the values, to send them.
         return time.perf_counter() - start
 
     def _prompts(self, batch: int, num_tokens: int) -> torch.Tensor:
