@@ -1,6 +1,6 @@
 """Questions that need a tool: a calculator for numbers too large for the model, look-ups in a
-table, conversion of units. They need one call, several at once, one after another, or the answer
-from tool results. Also questions that need no tool, although tools are offered.
+table, conversion of units. The reply is one call, several at once, the next of several, or the
+answer from tool results. Also questions that need no tool, although tools are offered.
 
 Tools have many names and descriptions, some of them held out. The sentences are in calling.yaml;
 this module does not depend on them.
@@ -157,7 +157,9 @@ def _calculator(source: Source) -> Offer:
 
 @dataclass(frozen=True, slots=True)
 class Looked(Offer):
-    """A look-up tool: the kind of thing to look up (`entity`) and the property that it returns (`shown`)."""
+    """A look-up tool: the kind of thing to look up (`entity`), the property that it returns (`shown`), and
+    the kind of that property's values (`values`).
+    """
 
     entity: str
     shown: str

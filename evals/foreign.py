@@ -1,5 +1,5 @@
-"""Examples with wordings written by hand (foreign.yaml) before the generators of new wordings, by the
-same author. They are never trained on. They do not measure how strangers ask.
+"""Examples with wordings written by hand (foreign.yaml): by the author of the generators, but before the
+generators. Training never uses them. They do not show how other people ask.
 """
 
 import json

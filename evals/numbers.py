@@ -125,7 +125,7 @@ def reason_divide(a: int, b: int) -> str:
 
 
 def number(source: Source, num_digits_max: int) -> int:
-    """Return a number; each length has an equal chance."""
+    """Return a number of 1 to `num_digits_max` digits; each length has an equal chance."""
     size = source.randint(1, num_digits_max)
     return source.randint(0 if size == 1 else 10 ** (size - 1), 10**size - 1)
 

@@ -1,4 +1,4 @@
-"""Ask a running server the held-out prompts of the tasks hadal-tiny claims, and count the exact
+"""Ask a running server held-out prompts of the tasks that hadal-tiny was taught, and count the exact
 answers.
 
 Depends on the API and the tasks, not on the engine: it works with any OpenAI-compatible server.
@@ -53,7 +53,7 @@ class Answer:
 
 def held_out_examples(num_per_task: int, seed: int, tasks: tuple[str, ...] = ()) -> list[Example]:
     """Draw prompts that training never saw, `num_per_task` of each task. The default tasks are
-    chats of plain texts, which every model supports.
+    chats of plain texts, which every model supports. Raises ValueError for an unknown task.
     """
     rng = random.Random(seed)
     examples: list[Example] = []
@@ -163,8 +163,8 @@ def request_body(model: str, example: Example) -> dict[str, Any]:
 
 
 def drafts_of(base_url: str, api_key: str) -> dict[str, float]:
-    """Return the number of drafts that the server has tried and accepted, by place; empty if it
-    does not report them.
+    """Return the number of drafts that the server has tried and accepted, by position in a step; empty
+    if it does not report them.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -180,7 +180,7 @@ def drafts_of(base_url: str, api_key: str) -> dict[str, float]:
 
 
 def drafts_said(before: dict[str, float], after: dict[str, float]) -> str:
-    """Return the share of drafts accepted between two readings, by place, as text; "" if none."""
+    """Return the share of drafts accepted between two readings, by position in a step, as text; "" if none."""
     said = []
     for name in sorted(after):
         kind, _, place = name.partition(" ")

@@ -1,7 +1,7 @@
 """Small talk, repeating the user's words, and requests that the model declines: untaught subjects,
 unreadable text, overlong texts, and instructions to misbehave.
 
-There are few answers, so frames and wordings are held out. The sentences are in smalltalk.yaml.
+There are few answers, so mostly frames and wordings are held out, not contents. The sentences are in smalltalk.yaml.
 """
 
 import msgspec

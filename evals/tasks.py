@@ -75,7 +75,7 @@ class Example:
 
 def sample(rng: random.Random, task: str, trained_only: bool = False) -> Example:
     """Return a random example of a task. One in ten has earlier, unrelated turns; of the task "long",
-    most have. `trained_only`: use no held-out frame.
+    four in ten have. `trained_only`: use no held-out frame.
 
     Raises ValueError if the task is not one of ALL_TASKS.
     """
@@ -132,8 +132,9 @@ def sample_split(rng: random.Random, task: str, want_held_out: bool) -> Example:
 def is_correct(
     example: Example, text: str, calls: Sequence[tuple[str, dict[str, Any]]] = ()
 ) -> bool:
-    """Return True if the reply, without any reasoning before it, is exactly the answer: the same
-    text; an equal object if JSON is requested; the same calls in any order if calls are expected.
+    """Return True if the reply, without any reasoning before it, is right: exactly the answer or one of
+    `also_right`; any of DECLINES if the answer is one of them; an equal object if JSON is requested; the
+    same calls in any order if calls are expected or made.
     """
     said = text.rsplit("</think>", 1)[-1].strip()
     if example.calls or calls:

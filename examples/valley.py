@@ -3,13 +3,13 @@ asks for nodes.
 
     a node is free             -> a placement group that takes the whole node, and a worker in it
     a worker is idle           -> the next piece of work
-    groups of others wait      -> the number of workers that they need finish their pieces and leave
+    groups of others wait      -> as many workers as those groups need finish their pieces and leave
 
     python examples/valley.py --address 10.0.0.1:6379
 
 Hadal's nodes are placement groups that take a whole node, too (runtime/ray_cluster). Ray gives a
-waiting group the first free node, and this job takes no node while a group waits. So the fleet
-comes first, and waits for one piece at most. Copy this file and put your work into `work`. A piece
+waiting group the first free node, and this job takes no node while a group waits. So Hadal's
+fleet comes first, and waits for one piece at most. Copy this file and put your work into `work`. A piece
 should take seconds and its result should be small. A piece is done once, or again if its node dies.
 
 The example counts primes. It ends when it has counted those below `--limit`, or, after SIGTERM or

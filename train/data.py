@@ -44,7 +44,8 @@ _ENVIRONMENT = jinja2.Environment()
 _ENVIRONMENT.filters["tojson"] = json.dumps
 _TEMPLATE = _ENVIRONMENT.from_string(CHAT_TEMPLATE)
 PAD_ID = 2
-# Tasks that compute, sort or search a text are learned last; tools and schemas take most tokens.
+# Relative frequencies. Tasks that compute, sort or search a text are learned last; an example of tools or
+# schemas has the most tokens.
 WEIGHTS = {
     "arithmetic": 16,
     "sort": 20,
@@ -82,7 +83,8 @@ _CONTENT = frozenset(
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences, concatenated. `targets` is the next token if it is part of a reply, else -100.
+    """Sequences, concatenated. `bounds` has the start of each sequence, and the end. `targets` is the next
+    token if it is part of a reply, else -100.
 
     `next_tokens` feeds the MTP layer and `mtp_targets` is the token after the next. `second_tokens`
     feeds the layer's second application, and `second_targets` is its target, the third token from

@@ -1,7 +1,8 @@
 """Measure a published folder: greedy answers to held-out questions, MTP acceptance, and expert
 load.
 
-`python -m train.evaluate --model models/hadal-tiny --count 100` asks 100 questions of every task.
+`python -m train.evaluate --model models/hadal-tiny --count 100` asks 100 questions of every task of
+plain chats (evals.tasks.TASKS).
 The weights are the published ones, dequantised; the arithmetic is FP32.
 """
 

@@ -57,7 +57,7 @@ Tensor route(const Tensor& biased, int64_t num_groups, int64_t groups_kept, int6
   return chosen;
 }
 
-// Pairs (token * k + choice) grouped by expert, and where each expert's begin.
+// Pairs (token * k + choice) grouped by expert, and the start of each expert's pairs.
 std::vector<Tensor> sort_by_expert(const Tensor& chosen, int64_t experts) {
   const int64_t pairs = chosen.numel();
   Tensor order = at::empty({pairs}, chosen.options()), starts = at::zeros({experts + 1}, chosen.options());
@@ -190,7 +190,7 @@ static void scores_softmax(const float* q, const float* key, float* p, float* ls
   }
 }
 
-// q,k [tokens,H,dk], v [tokens,H,dv]; `bounds` holds where each sequence begins, and the end. -> out, lse [H,tokens].
+// q,k [tokens,H,dk], v [tokens,H,dv]; `bounds`: start of each sequence, and the end -> out, lse [H,tokens].
 std::vector<Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bounds,
       double scale) {
   const int64_t tokens = q.size(0), H = q.size(1), dk = q.size(2), dv = v.size(2), num = bounds.numel() - 1;
@@ -315,7 +315,7 @@ void muon_step(const std::vector<Tensor>& params, const std::vector<Tensor>& gra
       matrices.push_back({rows, cols, params[t].data_ptr<float>() + at, buffers[t].data_ptr<float>() + at,
                           grads[t].data_ptr<float>() + at});
   }
-  // The large ones first, so that no thread is left with one at the end.
+  // Large matrices first, so that no thread still computes one when the others have finished.
   std::stable_sort(matrices.begin(), matrices.end(),
                    [](const Matrix& one, const Matrix& other) { return one.side() > other.side(); });
   const float mu = momentum, keep = 1.0 - lr * weight_decay;

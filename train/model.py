@@ -296,7 +296,7 @@ class Model(nn.Module):
 
         `spellings`: for each token its word, whether it has a space before it, and whether it
         begins with a capital. A layer that learns to copy one token, to spell it, or to write it
-        without its space, so learns that for all tokens, including rare ones.
+        without its space, therefore learns that for all tokens, including rare ones.
         """
         embedding = self.model.embed_tokens.weight
         space, capital = torch.randn(2, embedding.shape[1])
