@@ -76,12 +76,12 @@ class Overruns:
 
 
 def num_rows(state: MicroBatch) -> int:
-    """Return the rows that this rank's experts are about to compute."""
+    """Return the number of rows that this rank's experts are about to compute."""
     return 0 if state.received is None else len(state.received.row_M)
 
 
 def num_positions(state: MicroBatch) -> int:
-    """Return the (token, position) pairs that attention is about to compute in this layer."""
+    """Return the number of (token, position) pairs that attention is about to compute in this layer."""
     if not len(state.hidden_TD):
         return 0
     if isinstance(state.batch, DecodeBatch):

@@ -41,7 +41,7 @@ from hadal.core.balance import KV, OBJECTIVES, TIME
 TASK = "arithmetic"
 DECODE_DEVICE = DeviceCosts(row_us=120.0, position_us=1.0)
 """Costs at which a step of 48 requests spends about equal times on attention and on experts, and
-most of its time on both.
+most of its time on the two together.
 """
 PREFILL_DEVICE = DeviceCosts(row_us=20.0, position_us=0.1)
 DECODE_RANKS = "redundant_experts = 32\nmax_requests = 24\n"

@@ -27,8 +27,8 @@ CASES = (
 
 
 def sequences(folder: Path) -> dict[str, list[Floats]]:
-    """Return name -> successive loads: a drift (log-space Ornstein-Uhlenbeck, 0.9 kept, sigma 0.2)
-    and a change of mix at each plan.
+    """Return name -> successive loads: a drift of prefill and of decode loads (log-space
+    Ornstein-Uhlenbeck, 0.9 kept, sigma 0.2), and another decode mix at each plan.
     """
     mixes = [read_loads(folder, name) for name in (*DECODE, DECODE[0])]
     random = np.random.default_rng(0)

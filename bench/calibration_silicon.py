@@ -1,6 +1,6 @@
 """Measured serving rows of DeepSeek-R1/V3 (InferenceX, from aiconfigurator-core 0.12) beside priced decode steps.
 
-Includes only rows that the model describes: disaggregated decode, data-parallel attention over the same ranks
+Only rows that the model describes are used: disaggregated decode, data-parallel attention over the same ranks
 as the experts, known requests per rank, and enough concurrency to fill them. The table does not record drafts
 (speculative tokens), so rows measured with drafts look faster than any step. Use it as a check of the whole,
 not for fitting.

@@ -16,7 +16,7 @@ from hadal.policy.decode_balance import Arrival, place
 from hadal.policy.views import DecodeRanksView
 
 Choice = Callable[[Ints, Ints, Ints, np.random.Generator, int], int]
-"""(KV [R], requests [R], ranks with a free slot, generator, placements so far) -> rank."""
+"""(KV [R], requests [R], ranks with a free slot, generator, number of placements so far) -> rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,12 +42,12 @@ WARM_HOURS = 6
 
 
 def tpot_s(batch: Floats) -> Floats:
-    """Return the TPOT of a batch per GPU, from a line through the two published points."""
+    """Return the TPOT in seconds of a batch per GPU, from a line through the two published points."""
     return 0.0313 + 0.000185 * batch
 
 
 def capacity() -> float:
-    """Return the tokens/s of a decode unit within the promise, from a table like a step model's."""
+    """Return the tokens/s of a decode unit that keeps TPOT_S, from a table like a step model's."""
     batches = np.arange(8.0, 257.0, 8.0)
     tpots = tpot_s(batches)
     return decode_capacity(

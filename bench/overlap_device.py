@@ -163,7 +163,7 @@ class VirtualDevice:
 
 
 class VirtualRank:
-    """A rank that is a virtual device; a work of bench/overlap_rank."""
+    """A rank that is a virtual device; implements bench/overlap_rank.Work."""
 
     def __init__(self, group: Group, case: DeviceCase) -> None:
         self._group = PacedGroup(group, case.bandwidth_bytes_per_s)

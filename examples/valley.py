@@ -7,10 +7,10 @@ asks for nodes.
 
     python examples/valley.py --address 10.0.0.1:6379
 
-Hadal's nodes are placement groups that take a whole node, too (runtime/ray_cluster). Ray gives a
-waiting group the first free node, and this job takes no node while a group waits. So Hadal's
-fleet comes first, and waits for one piece at most. Copy this file and put your work into `work`. A piece
-should take seconds and its result should be small. A piece is done once, or again if its node dies.
+Hadal gets its nodes through placement groups, too (runtime/ray_cluster). Ray gives a waiting
+group the first free node, and this job takes no node while a group waits. So Hadal's fleet comes
+first, and waits for one piece at most. Copy this file and put your work into `work`. A piece should
+take seconds and its result should be small. A piece is done once, or again if its node dies.
 
 The example counts primes. It ends when it has counted those below `--limit`, or, after SIGTERM or
 Ctrl-C, when the current pieces are done.
