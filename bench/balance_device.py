@@ -117,7 +117,9 @@ def lasting(op: Op, count: Callable[[MicroBatch], int], seconds: float, overruns
 
 
 class DeviceChild(Child):
-    """A child process of the supervisor. A rank's process runs this module instead of its own."""
+    """A child process of the supervisor. A rank's process runs this module instead of the one in its
+    arguments.
+    """
 
     def __init__(self, name: str, role: str, arguments: Sequence[str], *more: Any) -> None:
         module, *rest = arguments

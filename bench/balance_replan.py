@@ -166,7 +166,7 @@ def windows(console: Console, folder: Path) -> None:
 
 
 def sampled(loads: Floats, num_tokens: int, random: np.random.Generator) -> Floats:
-    """Return one step's tokens by expert; each token takes 8 experts."""
+    """Draw one step's tokens [L, E] by layer and expert; each token takes 8 experts."""
     return np.asarray(
         random.poisson(8 * num_tokens * loads / loads.sum(axis=1, keepdims=True)), np.float64
     )

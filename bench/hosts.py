@@ -102,7 +102,7 @@ def start(console: Console) -> None:
 
 @contextmanager
 def ready(hosts: Hosts, server: Server, number: int = 0) -> Iterator[Server]:
-    """Yield a server of one host once all its processes are ready; stop it at the end."""
+    """Yield the server, which host `number` runs, once all its processes are ready; stop it at the end."""
     name = server.log_path.stem.rpartition("-")[2]
     try:
         hosts[number].call(server.wait_ready)

@@ -81,8 +81,8 @@ def lognormal_lengths(num: int, median: float, sigma: float, seed: int) -> list[
 
 @dataclass
 class ClosedLoop:
-    """Clients of `async with`: each sends its share of `asks` over and over, one at a time. Leaving
-    the block drops open requests.
+    """Clients that run inside an `async with` block: each sends its share of `asks` over and over, one
+    at a time. Leaving the block drops open requests.
     """
 
     http: httpx.AsyncClient

@@ -1,4 +1,4 @@
-"""Limits of this machine and its other load: memory bandwidth, FP32 GEMM rate, CPU time of other processes.
+"""Limits of this machine, and other load on it: memory bandwidth, FP32 GEMM rate, CPU time of other processes.
 
 Every figure is printed beside these limits. They are measured in the same run, because a shared machine's speed
 varies.

@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _num_rows(p: Tensor) -> int:
-    """Return the rows of each matrix in a parameter. Gate and up of an expert are two matrices, one
+    """Return the number of rows of each matrix in a parameter. Gate and up of an expert are two matrices, one
     above the other.
     """
     is_pair = p.ndim == 3 and p.shape[1] < p.shape[2]

@@ -139,7 +139,7 @@ def _frequent_words(num_words: int, num_examples: int) -> list[str]:
 
 
 def build(num_examples: int = 60_000) -> Tokenizer:
-    """Return the tokenizer; the same task code gives the same tokenizer."""
+    """Return the tokenizer. It depends only on the code of the tasks and on `num_examples`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", c) for c in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"]
     vocab = [*CONTROLS, *MARKS, *alphabet, *("Ġ" + c for _, c in merges)]

@@ -35,7 +35,7 @@ then learns from a trained model, and costs nothing until then.
 SECOND_WEIGHT = 0.3
 """Weight of the second application's loss: a second draft is used less often than a first."""
 FEW_TARGETS = 1024
-"""A batch with fewer targets gets a lower weight: one long prompt has a single short reply."""
+"""Targets below which a batch gets a lower weight: one long prompt has a single short reply."""
 CHECK_STEPS = 500
 NUM_STEPS = 22_000
 
