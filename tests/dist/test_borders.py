@@ -36,6 +36,7 @@ def test_only_tokens_beside_the_draw_may_differ(monkeypatch: pytest.MonkeyPatch)
     assert beside_a_border(folder, COMPLETIONS, BODY, choice(drawn, 5), choice(other, 6))
 
 
+@pytest.mark.more("tokens beside a draw are one case")
 def test_noise_moves_the_border(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder("")
     (generation,) = borders._generations(folder, COMPLETIONS, BODY)

@@ -30,7 +30,12 @@ def chats() -> list[Chat]:
 
 @pytest.mark.promise("a chat's next turn computes only its new text")
 @pytest.mark.parametrize(
-    "name", ["one_rank", "ranks", pytest.param("tcp", marks=pytest.mark.more("hand-over by TCP"))]
+    "name",
+    [
+        "ranks",
+        pytest.param("one_rank", marks=pytest.mark.more("several ranks are one case")),
+        pytest.param("tcp", marks=pytest.mark.more("hand-over by TCP")),
+    ],
 )
 def test_the_next_turn_finds_the_last_answer(
     borrow: StartServer, chats: list[Chat], name: str

@@ -115,7 +115,10 @@ NUM_AGENT_TURNS = 10
 
 
 @pytest.mark.promise("Each full block of prompt and answer is therefore found")
-@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("prefill_ranks", "decode_ranks"),
+    [(2, 3), pytest.param(1, 1, marks=pytest.mark.more("several ranks are one case"))],
+)
 def test_an_agent_finds_all_full_blocks_of_what_was_said(
     prefill_ranks: int, decode_ranks: int
 ) -> None:

@@ -41,6 +41,7 @@ def test_no_request_is_lost_while_units_come_and_go(seed: int) -> None:
     run(seed)
 
 
+@pytest.mark.more("holds the seeds, not the code")
 def test_the_seeds_do_what_they_are_for() -> None:
     worlds = [run(seed) for seed in range(NUM_SEEN)]
     assert sum(world.num_drains for world in worlds) > 20

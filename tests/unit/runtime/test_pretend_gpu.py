@@ -352,8 +352,8 @@ TWO_DRAFTS = Case(num_drafts=2)
 @pytest.mark.parametrize(
     "case",
     [
-        FP32,
         FP8,
+        pytest.param(FP32, marks=pytest.mark.more("two ranks compute in FP32")),
         pytest.param(DISPATCH_ALONE, marks=pytest.mark.more("FP8 is one case")),
         pytest.param(TWO_DRAFTS, marks=pytest.mark.more("one draft is one case")),
     ],
