@@ -1,4 +1,4 @@
-"""Queries to a server before a load: its model, its tokens per word, and if it accepts ignore_eos.
+"""Queries to a server before a load: model, tokens per word, and whether it accepts ignore_eos.
 
 Reads the token usage of two small requests. Does not depend on the load that follows.
 """

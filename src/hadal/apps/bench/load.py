@@ -76,8 +76,8 @@ class LevelRun:
     samples: list[Sample] = field(default_factory=list)
     num_open: int = 0
     elapsed_s: float = 0.0
-    """Time from the level's start to the last end so far. For a completed rate level that did not
-    reach its number of requests, at least the level's duration.
+    """Time from the level's start to the last end of a request so far. For a completed rate level
+    that did not reach its number of requests, at least the level's duration.
     """
 
 
@@ -107,7 +107,7 @@ class LoadPlan:
 async def warm_up(
     client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, num_requests: int
 ) -> None:
-    """Send requests in parallel that are not measured. Raises BenchError if none is answered."""
+    """Send unmeasured requests in parallel. Raises BenchError if none is answered."""
     asks = plan.asks(np.random.default_rng([plan.seed, 1 << 20]))
     samples = [Sample(0.0) for _ in range(num_requests)]
     await asyncio.gather(

@@ -167,7 +167,7 @@ def summary(
     *,
     is_stopped: bool,
 ) -> dict[str, Any]:
-    """Return the object for bench.json. `asked`: options of the command, which it begins with."""
+    """Return the object for bench.json. `asked`: its first fields, the options of the command."""
     return {
         **asked,
         "model": model,

@@ -113,8 +113,8 @@ class ChatModel:
         self._key = ""
 
     async def knock(self, key: str) -> None:
-        """Use this key for later requests, unless AskError is raised: the gateway refuses it, or
-        does not answer.
+        """Check a key at the gateway, and use it for later requests. Raises AskError if the gateway
+        refuses it or does not answer.
         """
         self.name = await self._asking.model(key)
         self._key = key

@@ -39,13 +39,15 @@ def part_of(name: str, kernels: Sequence[Timed | Kernel], num: int = 1) -> StepP
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """Row of the table of stages: a kernel or exchange of every MoE layer, or a part outside."""
+    """Row of the table of stages: a kernel or exchange of MoE layers, or a part outside of them."""
 
     op: str
-    """Op of the schedule; "step" for parts outside MoE layers, "post" for issuing and receiving."""
+    """Op of the schedule; "step" for parts outside MoE layers, "post" for issuing and receiving
+    exchanges.
+    """
     name: str
     micro_batch_s: float
-    """Seconds in one layer, for the first micro-batch; for a part outside, in the whole step."""
+    """Seconds of the first micro-batch in one MoE layer; for other parts, of the whole step."""
     seconds: float
     """Seconds in the whole step."""
     bound: str
@@ -69,7 +71,7 @@ class StepPrice:
     """Kernels of an MoE layer, by micro-batch."""
     ops: tuple[OpSeconds, ...]
     tokens_per_s_gpu: float = 0.0
-    """Tokens/s per GPU: computed ones in prefill, output in decode; 0 before `finished`."""
+    """Tokens/s per GPU: computed prompt tokens or decode's output; 0 until `finished` sets it."""
     tokens_per_s_user: float | None = None
     """Output tokens/s of a request. None for prefill, where queueing determines a user's wait, and
     before `finished`.
@@ -84,7 +86,7 @@ class StepPrice:
 
     @property
     def micro_batch_layer_s(self) -> float:
-        """Seconds per MoE layer and micro-batch (they share the time), as in DeepSeek's figures."""
+        """Seconds of an MoE layer over the number of micro-batches, as DeepSeek's figures count."""
         return self.walked.total_s / (max(self.num_layers, 1) * len(self.micro_batches))
 
     def finished(

@@ -18,7 +18,9 @@ MHA_CONTEXT = (1024.0, 32768.0)
 LOW_LATENCY_RANKS = (8, 256)
 LOW_LATENCY_TOKENS = (16.0, 256.0)
 NORMAL_RANKS = (8, 64)
-"""(lowest, highest) measured input of the tables named in lab/perf/roofline and lab/perf/links."""
+"""All ranges are (lowest, highest) measured inputs of the tables that lab/perf/roofline and
+lab/perf/links name.
+"""
 
 
 class PricedUnit(Protocol):

@@ -13,7 +13,9 @@ from statistics import NormalDist
 
 @lru_cache(maxsize=1024)
 def expected_maximum(num_ranks: int) -> float:
-    """Return the expected maximum of standard normals (Blom 1958): 2.07 for 32, 2.62 for 144."""
+    """Return the expected maximum of `num_ranks` standard normals: 2.07 for 32, 2.62 for 144 (Blom
+    1958).
+    """
     if num_ranks <= 1:
         return 0.0
     return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
@@ -32,8 +34,8 @@ def expected_imbalance(
 
     `mean_rows`: (token, expert) pairs per rank, assigned at random: relative variance (1 - 1 /
     `num_ranks`) / `mean_rows`. `num_texts`: texts in the unit's micro-batch. Tokens of one text
-    prefer the same experts, with relative deviation `affinity`; it averages out over texts and over
-    a rank's expert slots. `placed`: imbalance that the placement leaves over a whole run (1 is
+    prefer the same experts, with relative deviation `affinity`, which averages out over texts and a
+    rank's expert slots. `placed`: imbalance that the placement leaves over a whole run (1 is
     perfect). The result is at most `num_ranks`: all rows on one rank.
     """
     if num_ranks <= 1 or mean_rows <= 0.0:

@@ -85,7 +85,7 @@ class Layer:
     _known: dict[tuple[Roofline, str, float], tuple[tuple[Kernel, ...], ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """Cache: (roofline, name, number of tokens) -> kernels; units repeat few numbers of tokens."""
+    """Cache: (roofline, name, number of tokens) -> kernels; the same few token numbers recur."""
 
     def decode(
         self, line: Roofline, batch: MicroBatchLoad, links_s: tuple[float, float]
@@ -104,7 +104,9 @@ class Layer:
         )
 
     def _decode_rest(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
-        """Return kernels (before core attention, between it and dispatch, of the shared expert)."""
+        """Return the kernels before core attention, those from it to dispatch, and the shared
+        expert's.
+        """
         model = self.model
         heads, rank = model.num_attention_heads, model.kv_lora_rank
         turned = tokens * heads * (2 * model.qk_rope_head_dim + model.latent_dim) * BF16_BYTES
@@ -214,8 +216,8 @@ class Layer:
         )
 
     def _absorbed_core_attention(self, line: Roofline, batch: MicroBatchLoad) -> Kernel:
-        """Return core attention over the pairs that are not left out. It reads a request's latents
-        once, or one latent per pair if an indexer leaves fewer pairs.
+        """Return core attention over the pairs that the indexer selects; all without an indexer. It
+        reads the whole context once per request, or one latent per pair if that is less.
         """
         model = self.model
         pairs = batch.num_pairs * (1.0 - left_out(model, batch.num_tokens, batch.num_pairs))

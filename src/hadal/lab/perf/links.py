@@ -60,12 +60,12 @@ NORMAL = LinkCurve(
     0.03,
 )
 COMM_SMS = 24
-"""SMs of normal kernels (DeepSeek's prefill figure: 24 of 132); low latency needs none."""
+"""SMs that normal mode takes (DeepSeek's prefill figure: 24 of 132); low latency needs none."""
 
 
 def expected_holders(model: ModelConfig, num_holders: float) -> float:
     """Return the expected number of distinct holders of a token's experts, among `num_holders`
-    equal holders (nodes or ranks) of whole groups.
+    equal holders (nodes or ranks).
 
     A token uses `topk_group` of `n_group` groups, chosen at random, and at least one expert of
     each. With fewer holders than groups, several groups share a holder. With more, a token's

@@ -30,7 +30,7 @@ TENSOR_SHARE = 0.875
 COOL_TENSOR_SHARE = 0.95
 """Sustained share of peak FLOP/s on GPUs that are not power-limited (H20)."""
 TILE_ROWS = 32.0
-"""Rows per group that 64-row tiles waste on average; more padding means waiting for weights."""
+"""Rows per group that 64-row tiles waste on average. `pad_rows` above it is a wait for weights."""
 
 
 class Timed(NamedTuple):
@@ -188,7 +188,7 @@ class Roofline:
     def grouped(
         self, curve: Curve, rows: float, num_experts: int, n: int, k: int, dtype: str = FP8
     ) -> Timed:
-        """Price a grouped GEMM: `rows` spread at random; weights read of experts with rows only."""
+        """Price a grouped GEMM: `rows` fall on experts at random; hit experts' weights are read."""
         hit = (
             num_experts * -math.expm1(rows * math.log1p(-1.0 / num_experts))
             if num_experts > 1
@@ -201,8 +201,8 @@ class Roofline:
     def _gemms(
         self, curve: Curve, rows: float, padded: float, read: float, n: int, k: int, dtype: str
     ) -> Timed:
-        # pad_k counts FP8 channels. The epilogue stores BF16 for every type in the same time: that
-        # of half as many channels of BF16, which are slower, or twice as many of FP4.
+        # pad_k counts FP8 channels. The epilogue stores BF16 in the same time for every weight
+        # type; in that time BF16 computes half as many channels, and FP4 twice as many.
         pad_k = curve.pad_k * {FP4: 2.0, FP8: 1.0, BF16: 0.5}[dtype]
         row_flops = 2.0 * (k + pad_k) * n
         tiles = padded * min(curve.pad_rows, TILE_ROWS)

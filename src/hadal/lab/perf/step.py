@@ -6,8 +6,8 @@ of overlap/plan.
 
 A step consists of host work, dense layers, MoE layers walked by perf/price in the order of
 execution, draft layers and the output head. `auto` chooses the cheapest schedule. Inputs are sizes,
-and may be fractional because they are means over ranks. A batch below 2 is not cut into two
-micro-batches. Does not depend on requests or clocks.
+and may be fractional because they are means over ranks. Fewer than two requests per rank (prefill:
+tokens) are not cut into two micro-batches. Does not depend on requests or clocks.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ class StepModel:
         num_draft_rows: float | None = None,
     ) -> StepPrice:
         """Price a step of given micro-batches, for simulators. `num_rows` rows go through the
-        output head, then `num_draft_rows` for each of `mtp_tokens` new drafts. None: the rows of a
-        step that verifies as many drafts as it makes.
+        output head, then `num_draft_rows` for each of `mtp_tokens` new drafts. `num_draft_rows` is
+        None for a step that verifies as many drafts as it makes.
         """
         return self._price(phase, schedule, micro_batches, mtp_tokens, num_rows, num_draft_rows)
 

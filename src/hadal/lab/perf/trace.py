@@ -30,8 +30,8 @@ _SLACK_S = 1e-9
 
 
 def steps_trace(unit: str, steps: Sequence[tuple[float, StepPrice]]) -> dict[str, Any]:
-    """Return a Trace Event Format object of successive steps, given as (begin in seconds, price).
-    Its times are in us from the begin of the first step.
+    """Return a Trace Event Format object of successive steps, given as (start in seconds, price).
+    Its times are in us from the start of the first step.
 
     A step that begins before the end of the last drawn one only adds to the counters and is not
     drawn. Raises ValueError for begins that are not finite or not in order.

@@ -82,7 +82,7 @@ def write_plans(
 
 
 def plan_object(plan: DeploymentPlan) -> dict[str, Any]:
-    """Return a plan as a JSON object. A name ends with its unit of measure if it has one."""
+    """Return a plan as a JSON object. Names of fields contain their unit of measure, if any."""
     decode, prefill = plan.decode_unit, plan.prefill_unit
     return {
         "hardware": plan.hardware.name,

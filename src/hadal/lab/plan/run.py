@@ -97,9 +97,9 @@ def run(asked: PlanOptions) -> None:
 
 
 def _priced(asked: PlanOptions, advance: Callable[[str, float], None]) -> tuple[Search, list[str]]:
-    """Return the priced pairs of all wanted hardware with a known rent, and notes on the hardware
-    left out. Raises ValueError if no pair meets the SLO, the cheapest one is too large for one
-    plan, or an option is impossible.
+    """Return the priced plans of all wanted hardware with a known rent, and notes on the hardware
+    left out. Raises ValueError if no plan meets the SLO, the cheapest one needs too many nodes, or
+    an option is impossible.
     """
     promise, traffic, choice = parse_slo(asked.slo), read_traffic(asked.traffic), _choice(asked)
     rent_of = rents(read_prices(asked.prices))

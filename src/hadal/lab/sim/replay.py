@@ -1,10 +1,10 @@
-"""Replay of a recorded live run: fresh roles of the serving classes receive the recorded events at
+"""Replay of a recorded live run: new instances of the server's roles receive the recorded events at
 the recorded times, and each answer is compared with the recorded one.
 
     recorded call    time, events -> effects
     replayed call    time, events -> effects: equal byte for byte, or the replay ends here
 
-Each role is replayed on its own: if every role gives its recorded answers, so does the run.
+Each role is replayed on its own: if every role gives its recorded answers, the run is repeated.
 Recordings of several hosts may be in one folder; only times of one host can be compared.
 """
 

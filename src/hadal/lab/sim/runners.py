@@ -83,7 +83,7 @@ class PrefillRunner:
         """Result of `pairs_per_token`; used to find a micro-batch's slowest rank."""
 
     def run(self, plans: Sequence[PrefillPlan]) -> StepDone:
-        """Return the step's result; the step takes its `elapsed_s`."""
+        """Return the step's result. Its `elapsed_s` is the simulated duration of the step."""
         halves = [[plan.chunks for plan in plans]]
         if plans[0].num_micro_batches == 2:
             halves.append([plan.second for plan in plans])
@@ -257,7 +257,7 @@ class DecodeRunner:
         self._second: tuple[tuple[int, ...], ...] = ()
 
     def run(self, plans: Sequence[DecodePlan]) -> StepDone:
-        """Return the step's result; the step takes its `elapsed_s`."""
+        """Return the step's result. Its `elapsed_s` is the simulated duration of the step."""
         for rank, plan in enumerate(plans):
             if plan.leaves or plan.joins:
                 self._change(rank * self._num_slots, plan)
@@ -278,7 +278,7 @@ class DecodeRunner:
         )
         self._length[slots] += 1
         is_in = self._halves(plans)
-        num_tokens = None  # One token per slot, which is faster to count than an array.
+        num_tokens = None  # One token per slot: counting slots is faster than adding an array.
         if num_checked is not None:
             num_tokens = self._is_computed.astype(np.int64)
             num_tokens[slots] += num_checked

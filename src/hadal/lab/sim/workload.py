@@ -2,8 +2,8 @@
 
 There is no text, because nothing reads it. A block's name (kv/names) stands for "this text, from
 the first token on, under this model, of this tenant"; two names are equal exactly if all of these
-are. The generator of the requests can tell which are, so it makes a name from the block's position
-instead of hashing its content:
+are. The generator of the requests defines which texts are equal, so it makes a name from the
+block's position instead of hashing its content:
 
     system prompt   (model, prompt) + position      equal in all sessions that begin with it
     a conversation  session + position              its text only grows: position i always holds the same tokens

@@ -146,7 +146,7 @@ def _lines(
     found = present([*values, *windows])
     if not found:
         return None
-    # The line has markers as well, because a point between two gaps would be invisible without.
+    # The line has markers, because without them a point between two gaps would be invisible.
     looks = (
         (name, values, {"mode": "lines+markers", "marker": {"size": 3, "color": "--ink"}}),
         ("windows", windows, {"mode": "markers", "marker": {"size": 8, "color": "--window"}}),

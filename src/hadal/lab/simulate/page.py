@@ -3,8 +3,8 @@
     report_html(result) -> text       includes plotly's script, so it opens from disk, offline
 
 The page's text and style are in results/templates/day.html, its charts in lab/simulate/figures, its
-tables here. Every chart has a table beside it; that of nodes has means by hour. Missing parts of
-the result are left out or shown as a dash.
+tables here. Every chart has a table beside it; the table of the nodes chart has means by hour.
+Missing parts of the result are left out or shown as a dash.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from hadal.runtime.process.entry import die_with
 
 NAME = "part of a simulation"
 KILL_S = 0.02
-"""Seconds between two searches for processes that were started in the meantime."""
+"""Seconds between two rounds of killing: more processes may have started in the meantime."""
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def _block_interrupts() -> None:
     A terminal sends Ctrl-C to every process; a process that is still importing would print a
     traceback.
     """
-    # Otherwise the first process would start the tracker, and that unblocks the signal again.
+    # multiprocessing's tracker unblocks the signal when it starts, so start it before blocking.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 

@@ -222,7 +222,9 @@ class Stages:
 
 
 def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
-    """Return role -> loads of ranks by its policy. Equal seeds draw equal loads for any policy."""
+    """Return role -> loads of ranks under its expert balancer. Equal seeds draw equal expert loads
+    for every balancer.
+    """
     return {
         role: expert_share(
             study.units_of(role).expert_balance,

@@ -2,9 +2,9 @@
 (schedulers) that serve.
 
 A decode unit gets a number of requests per rank, as a window of the day has them, and its time per
-token is measured. A prefill unit gets more load than it can do. So the curves include the imbalance
-that balancers leave, and the fleet sized by them (lab/sim/day/fluid) depends on its balancers. One
-point is one call, so callers may compute points in parallel.
+token is measured. A prefill unit gets more load than it can process. So the curves include the
+imbalance that balancers leave, and the fleet sized by them (lab/sim/day/fluid) depends on its
+balancers. One point is one call, so callers may compute points in parallel.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEAR = 1.05
 OVERLOAD = 1.5
 """Load of a measured prefill unit as a multiple of its priced throughput."""
 _AT_S = 0.4 * DAY_S
-"""Time of day from which requests are drawn; their lengths depend little on it."""
+"""Start of the drawn window, seconds since noon in Beijing; lengths depend little on it."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class UnitCurves:
 
 def points_at(batch_max: float, promised: float = math.inf) -> tuple[float, ...]:
     """Return the requests per rank at which a unit with at most `batch_max` per rank is measured.
-    `promised`: largest batch expected to meet the TPOT target (`batch_within`); if it lies below
-    all other points, two points are added for it.
+    `promised`: largest batch expected to meet the TPOT target (`batch_within`); if it is less than
+    all other points, two points below it are added.
     """
     found = sorted({min(at, batch_max) for at in REQUESTS_PER_RANK})
     if len(found) < 3 or found[-1] < NEAR * found[-2]:

@@ -1,8 +1,8 @@
 """Demand of a day: a sample of its requests, and the expected hits of each in a finite cache.
 
 One session in SAMPLE is drawn whole, so that the day's totals follow from the workload's parameters
-with little noise. The probability of a hit comes from a day through the cache's own ledgers
-(lab/sim/day/cache).
+with little noise. The probability of a hit is measured by running a day through the cache's own
+ledgers (lab/sim/day/cache).
 
 Shapes: N requests of the sample, 24 hours from second 0 on (12:00 in Beijing).
 """
@@ -97,7 +97,7 @@ class DayDemand:
 
     @property
     def hit_share(self) -> float:
-        """Share of the day's prompt tokens that is found."""
+        """Share of the day's prompt tokens that are found in the cache."""
         return float(self.tokens_hit_by_hour.sum() / self.tokens_in.sum())
 
     def figures(self) -> DemandFigures:

@@ -1,5 +1,5 @@
-"""Ledgers of the disk cache driven by block names alone: one writer's disk slots and one leader's
-index, the classes that serve, without files.
+"""Ledgers of the disk cache driven by block names alone, without files: one writer's disk slots and
+one leader's (scheduler's) index. They are the server's own classes.
 
 Calls come in the order of the live system: the leader looks up a chain and counts uses, reports
 them to the writer every 2 s, and allocates disk slots 32 blocks at a time. Does not depend on
@@ -35,7 +35,9 @@ class DiskReplay:
         self._poll_at_s = float("-inf")
 
     def find(self, at_s: float, chain: bytes) -> int:
-        """Return the number of leading blocks of the chain on disk, and count a use of each."""
+        """Return how many leading blocks of `chain` (joined block names) are on disk, and count a
+        use of each.
+        """
         if at_s >= self._poll_at_s:
             self.disk_slots.used(_SEGMENT, list(self._used), list(self._used.values()))
             self._used.clear()

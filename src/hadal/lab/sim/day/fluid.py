@@ -71,7 +71,7 @@ class FluidDay:
         self._drains: dict[str, tuple[float, int]] = {}
         """Unit -> (deadline, number) of its drain, as a front would have them."""
         self._ending: set[str] = set()
-        """Units with a UnitDown due to a stop or a node failure. A second one changes nothing."""
+        """Units with a pending UnitDown after a stop or a node failure; they get no second one."""
         self._apply(fleet.start(start))
 
     def run(self, num_steps: int) -> Day:
@@ -148,7 +148,7 @@ class FluidDay:
                 case WakeAt(time_s):
                     self._later(max(0.0, time_s - self.now_s), Tick())
                 case _:
-                    pass  # Offers and withdrawals of nodes concern only other work.
+                    pass  # Offers of unused nodes to other jobs do not affect units.
 
     def _stop(self, unit: str) -> None:
         """End a unit now, report it down after `stop_s`, and cancel its start if in progress."""

@@ -38,7 +38,7 @@ class Middle:
     """Mean number of requests per decode rank."""
     tokens_per_s_user: float
     prefill_use: float
-    """Prompt tokens/s that arrive over the tokens/s that prefill units can do."""
+    """Prompt tokens/s that arrive, as a share of the tokens/s that prefill units can process."""
 
 
 @dataclass(frozen=True)

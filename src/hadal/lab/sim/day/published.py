@@ -2,8 +2,8 @@
 
 The hourly shares were read off the bars of theoretical income by hour in "One More Thing:
 DeepSeek-V3/R1 Inference System Overview" (deepseek-ai/open-infra-index, day 6 of the open-source
-week, 2025), to +-$115 of about $23,400. A constant mix of input, hits and output is assumed. The
-totals are stated there.
+week, 2025), to +-$115 of about $23,400. A constant mix of input, hits and output is assumed. That
+article states the totals.
 
 Does not depend on the load clock (lab/sim/day/clock); nothing is random.
 """
@@ -66,8 +66,8 @@ class DemandCurve:
     """
     shape: DayShape = SHAPE
     rate: Callable[[float], Any] | None = None
-    """Seconds since noon in Beijing -> load per second, with a daily mean of 1. None: as `shape`,
-    which is all that a fleet role may use.
+    """Seconds since noon in Beijing -> load per second, with a daily mean of 1. None: the rate of
+    `shape`, the only curve that a fleet role may see.
     """
 
     def requests_per_s(self, time_s: float) -> float:

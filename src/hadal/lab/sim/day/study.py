@@ -189,8 +189,8 @@ class Study:
         )
 
     def step_model(self, role: str, placed: float) -> StepModel:
-        """Return the step model of a role's unit. `placed`: imbalance of expert loads over a run
-        that its expert balancer leaves, maximum over mean of ranks.
+        """Return the step model of a role's unit. `placed`: imbalance of expert loads (maximum over
+        mean of ranks) that its expert balancer leaves over a run.
         """
         units = self.units_of(role)
         return StepModel(

@@ -68,7 +68,7 @@ def day_tally(study: Study, load: DayDemand, first_token_s: Floats, token_s: Flo
 
 
 def nodes_facts(study: Study, fluid: FluidResult) -> list[NodesFact]:
-    """Return the day's units: the k-th unit of a role is up while the fleet owns nodes for k."""
+    """Return the day's units. A role's k-th unit is up while the fleet owns nodes for k units."""
     rules, gpus = study.rules(), hardware_named(study.hardware).gpus_per_node
     facts = []
     for role, nodes, size in (

@@ -4,8 +4,8 @@ out.
     arrivals -> prefill queue -> decode queue -> N requests on each decode unit -> finished
                      ^______________ given back: a drain's deadline, a unit that died
 
-A decode unit with N requests gives each a token every tpot(N / ranks) seconds, so they leave at a
-rate of N / (tokens of one x tpot) (Little's law). Over a step with an even inflow
+A decode unit with N requests gives each a token every tpot(N / ranks) seconds. So requests leave at
+a rate of N / (tokens of a request x tpot) (Little's law). Over a step with an even inflow
 
     N(t + dt) = N_inf + (N - N_inf) e^(-dt / tau),   tau = tokens of a request x tpot,   N_inf = inflow x tau
 

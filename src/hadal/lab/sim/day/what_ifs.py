@@ -18,7 +18,7 @@ from hadal.stats.prices import R1
 
 def what_ifs(study: Study) -> list[tuple[str, Study]]:
     """Return (description of the change, changed study), balancers first. Changes that change
-    nothing or are impossible are left out: units may not fit the other hardware.
+    nothing or are impossible are left out, such as units that do not fit the other hardware.
     """
     other = "h800" if study.hardware.lower() == "h200" else "h200"
     wanted: list[tuple[str, dict[str, Any]]] = [

@@ -34,7 +34,7 @@ CHUNK_SESSIONS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Requests that arrive in [t0, t1), and earlier ones that still run at t0, by arrival."""
+    """Requests that arrive in [t0, t1), and earlier ones that still run at t0, in arrival order."""
 
     workload: Workload
     tokens_done: Ints

@@ -44,7 +44,6 @@ def deployment_of(
     drafts, decode_model = plan.decode_unit.mtp_tokens, plan.decode_unit.model
 
     def pool_bytes(model: StepModel, role: str) -> float:
-        """Return the size of a simulated rank's KV pool."""
         return kv_blocks(model, drafts, role) * BLOCK_TOKENS * token_bytes(model, drafts)
 
     def units(
@@ -99,7 +98,7 @@ def deployment_of(
 
 
 def prompts_max(chunk_tokens: int, traffic: Traffic) -> int:
-    """Return the concurrent prompts of a prefill rank: as many as four full steps, at least 16."""
+    """Return a prefill rank's most concurrent prompts: as many as fill four steps, at least 16."""
     return max(16, math.ceil(4.0 * chunk_tokens / traffic.tokens_new))
 
 

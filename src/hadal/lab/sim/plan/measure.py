@@ -1,9 +1,9 @@
 """Test of a plan in the simulator: its units under the roles that serve, at the day's peak load,
 compared with its SLO.
 
-A part of the fleet with the fleet's proportions of roles runs with its part of the peak's requests.
-It starts as if it had run for hours: decode units already have requests, with ages and lengths of a
-random moment. The caller passes in random generators.
+A part of the fleet, with its ratio of prefill to decode units, gets the same part of the peak's
+requests. It starts as if it had run for hours: decode units already have requests, with ages and
+lengths of a random moment. The caller passes in random generators.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Measured:
     requests_per_s: float
     prefill_load: float
     """Load of the prefill units as a share of their planned load at the peak. Below 1 if they are
-    more than the need, if whole units lack the fleet's proportions, or due to REQUESTS_MAX.
+    more than needed, if whole units do not give the fleet's ratio, or due to REQUESTS_MAX.
     """
     decode_load: float
     """Load of the decode units as a share of their planned load at the peak."""

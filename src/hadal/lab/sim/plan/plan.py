@@ -4,8 +4,8 @@
         ->  their number over the day (lab/sim/plan/day)  ->  dollars per day
 
 Both roles run on one kind of hardware. Roles scale on their own, so the cost of a pair is the sum
-of its parts, and all pairs of a hardware are one outer sum. Does not depend on files and simulates
-nothing: lab/sim/plan/search does.
+of its parts, and all pairs of a hardware are one outer sum. Does not depend on files;
+lab/sim/plan/search runs the simulations.
 """
 
 from __future__ import annotations

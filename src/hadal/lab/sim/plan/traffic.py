@@ -1,9 +1,9 @@
 """Traffic that a deployment is planned for: rate, lengths and cached share of requests, and the
 shape of the day.
 
-Read from a table of figures (a TOML file's) or from a trace. Lengths are drawn from the trace if
-there is one, else from log-normal distributions with a given mean. The spread of prompts is given,
-that of outputs follows from the mean context.
+It is read from a TOML table or from a trace. Lengths are drawn from the trace if there is one, else
+from log-normal distributions with a given mean. The spread of prompt lengths is given; the spread
+of output lengths follows from the mean context.
 """
 
 from __future__ import annotations

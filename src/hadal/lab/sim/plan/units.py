@@ -387,7 +387,7 @@ class Pricing:
     # ---- both ----
     @property
     def _context_tokens(self) -> int:
-        """Smallest KV pool in tokens: longest context (runtime/pool_sizes) and 4 spare blocks."""
+        """Tokens that a pool needs: the longest context (runtime/pool_sizes) and 4 spare blocks."""
         return self.model.max_position_embeddings + 4 * BLOCK_TOKENS
 
     def step_model(
@@ -429,7 +429,7 @@ def tail_of(quantile: float) -> float:
 @cache
 def left_by_placement(role: str, num_ranks: int, num_redundant: int, node_ranks: int) -> float:
     """Return the imbalance of expert loads over a run after balancing: maximum over mean."""
-    rng = np.random.default_rng(1)  # Equal loads for all, so that only the units' shapes differ.
+    rng = np.random.default_rng(1)  # The same draws for all units, so that only shapes differ.
     return expert_share(
         AUTO, role, num_ranks, num_redundant, rng, ranks_per_node=node_ranks
     ).imbalance

@@ -37,7 +37,7 @@ class DiskSpeed:
     write_bytes_per_s: float = 40.0 * GIB
     """Assumed equal to the read speed: the NIC's other direction."""
     latency_s: float = 0.0
-    """Fixed time of a read or write besides its bytes; no value was published."""
+    """Fixed time of a read or write, in addition to its transfer; no value was published."""
     node_ranks: int = 8
     """Ranks that share a NIC."""
 

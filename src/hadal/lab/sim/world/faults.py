@@ -1,8 +1,8 @@
 """Faults of a simulated world with their times: ranks and nodes that die, slow ranks, disks that
 fail, units that die or start late.
 
-Values only; lab/sim/world/world plays them. Units are named as on the wire ("decode-0"); times are
-simulated seconds of the world.
+Values only; lab/sim/world/world injects them. Units are named as on the wire ("decode-0"); times
+are simulated seconds of the world.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class Requests:
 
 
 def chain_of(number: int, num_blocks: int) -> bytes:
-    """Return the names of a request's first blocks. The first 8 bytes are unique, because the
-    front's summary keeps only these.
+    """Return the names of a request's first blocks. The first 8 bytes of a name are unique among
+    all blocks, because the front's summary keeps only these.
     """
     if not num_blocks:
         return b""

@@ -53,13 +53,13 @@ class WorldLog:
     steps: dict[str, list[tuple[str, float, float, StepWork]]] = field(
         default_factory=lambda: {PREFILL: [], DECODE: []}
     )
-    """Steps of each role as they began: (unit, begin, seconds, work)."""
+    """Steps of each role, in the order in which they began: (unit, begin, seconds, work)."""
     prefill_ranks: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
     """(tokens [R], (token, position) pairs [R]) of each prefill step, in the order of `steps`."""
     reads: list[tuple[float, float, float, int, int]] = field(default_factory=list)
-    """Disk reads in the order of asking: (asked, begin, end, tokens wanted, tokens read)."""
+    """Disk reads in the order of request: (requested, begin, end, tokens wanted, tokens read)."""
     writes: list[tuple[float, float, int]] = field(default_factory=list)
-    """Disk writes: (asked, end, tokens)."""
+    """Disk writes: (time of request, end, tokens)."""
     ranks: list[tuple[float, str, Floats, Floats]] = field(default_factory=list)
     """Samples: (time, decode unit, used share of each rank's blocks [R], requests per rank [R])."""
 

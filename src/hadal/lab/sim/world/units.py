@@ -1,5 +1,5 @@
-"""Units of a simulated world: a leader (scheduler) of the class that serves, and a Runner that
-prices its steps.
+"""Units of a simulated world: the server's own leader (scheduler), and a Runner that prices its
+steps.
 
 The leader is made as a live one is (roles/leaders), from a deployment with KV pools as large as the
 hardware allows. Does not depend on wires or requests.

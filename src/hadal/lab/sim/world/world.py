@@ -50,8 +50,8 @@ class FleetWorld:
 
     `mtp_accept`: probability that a draft is accepted; the deployment sets their number
     (lab/sim/runners). `disk`: speed of the disk cache with `Requests.tokens_cached`. `stores`: True
-    if computed and generated blocks are written to it. `faults`: faults to play; a unit that dies
-    is started again, as a supervisor would.
+    if computed and generated blocks are written to it. `faults`: faults to inject; a unit that dies
+    is started again, as by a supervisor.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class FleetWorld:
         return problems
 
     def last_steps(self) -> dict[str, tuple[str, StepPrice]]:
-        """Return role -> (first unit that began a step, price of the step it began last)."""
+        """Return role -> (first unit by name with a step, price of the step it began last)."""
         found: dict[str, tuple[str, StepPrice]] = {}
         for name, unit in sorted(self._units.items()):
             if unit.runner.price is not None:
@@ -162,7 +162,7 @@ class FleetWorld:
         """Start the prefill units and the arrivals, and remove the warm unit."""
         if WARM in self.processes:
             del self.processes[WARM]
-            # Without a message's delay: until then the front would send arrivals to the warm unit.
+            # Not sent as a message: before its arrival the front would still use the warm unit.
             self.processes["front"].handle(UnitDown(WARM, "the warm-up has ended"))
         self._start_units(PREFILL)
         self._arrivals.begin()
