@@ -101,8 +101,8 @@ class ChatPage:
     """State of one open chat page."""
 
     def __init__(self, asking: Asking, claims: Claims) -> None:
+        # Stored, because `ui.context.client` fails in a handler if the clicked element is gone.
         self._client = ui.context.client
-        # Kept, because `ui.context.client` fails in a handler if the clicked element is gone.
         self._model = ChatModel(asking)
         self._claims = claims
         self._kept = KeptChats(self._client)
@@ -287,7 +287,7 @@ class ChatPage:
         conversation.
         """
         now = self._now
-        if self._kept.loaded(now.id) is None:  # Only this page has it.
+        if self._kept.loaded(now.id) is None:  # Not stored yet, so no other page has it.
             return True
         self._is_running = True  # Block questions while the browser is read.
         self._num_follows += 1

@@ -45,7 +45,7 @@ _SLOW_PERIODS = 3
 _TRACE_WAIT_S = 1.0
 _MONEY_S = 86_400
 MOST_SPANS = 50_000
-"""Largest number of requests per day with costs per tenant, which need each request."""
+"""Largest number of requests a day for costs per tenant, because these read every request."""
 _MONEY_WAIT_S = 1.0
 """Longest wait of a frame for the ledger, seconds; then the frame shows the last read figures."""
 _NUM_LINES = 60
@@ -61,8 +61,8 @@ class FrameSource(Protocol):
         """Raise AskError if the key may not see the console."""
 
     async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
-        """Return the next frame, with experts and a traced step of these units. Raises AskError
-        with status 401 or 403.
+        """Return the next frame, with the experts of the units `experts`, and a traced step of each
+        of `traced`. Raises AskError with status 401 or 403.
         """
 
 
@@ -181,8 +181,8 @@ class LiveSource:
 
 
 def reports(store: Store, now_us: int) -> dict[str, Any]:
-    """Return reports of the last 24 hours, by grouping, without quantiles, which need every
-    request. Costs per tenant need that, too, and are missing if there are over MOST_SPANS requests.
+    """Return grouping -> report of the last 24 hours. Quantiles are left out, because they need
+    every request. So do costs per tenant, which are missing above MOST_SPANS requests.
     """
     from_us, to_us = now_us - _MONEY_S * 1_000_000, now_us + 1
     window = store.read(from_us, to_us, has_details=False)

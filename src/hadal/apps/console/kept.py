@@ -86,7 +86,7 @@ class KeptChats:
         self._opening = ""
 
     async def read(self, chat_id: str) -> Conversation | None:
-        """Read a conversation from the browser, piece by piece."""
+        """Read a conversation from the browser; None if it is missing, invalid or too long."""
         name, texts, begin = json.dumps(_PREFIX + chat_id), list[str](), 0
         for _ in range(_MAX_PIECES):
             text, begin, is_all = await self._client.run_javascript(

@@ -27,7 +27,7 @@ class ToolError(Exception):
 
 
 def calculate(arguments: dict[str, Any]) -> str:
-    """Compute `a operator b` in decimal arithmetic, exact up to 50 figures. Raises ToolError."""
+    """Compute `a operator b` in decimal arithmetic, exact up to 50 digits. Raises ToolError."""
     a, b = _number(arguments, "a"), _number(arguments, "b")
     op = str(arguments.get("operator", ""))
     if op not in _OPERATIONS:

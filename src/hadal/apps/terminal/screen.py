@@ -19,7 +19,7 @@ from rich.console import Console
 from hadal.core.errors import ConfigError
 from hadal.runtime.process.private import make_private, take_from_others
 
-try:  # Some Pythons lack it. Importing it gives `input` arrow keys and a history.
+try:  # Some Pythons lack readline. Importing it gives `input` arrow keys and a history.
     import readline
 except ImportError:
     readline = None  # type: ignore[assignment]

@@ -31,7 +31,7 @@ window.hadal = {
     }
     return found.sort((one, other) => other.changed_ms - one.changed_ms).slice(0, most);
   },
-  // A piece of the text stored under a name, its end, and whether it is the last one.
+  // Return [piece of the text stored under a name, end of the piece, whether it is the last one].
   piece(name, begin, most) {
     const text = localStorage.getItem(name) ?? "";
     let end = Math.min(text.length, begin + most);
