@@ -309,7 +309,7 @@ class DraftStep:
         rooms_N: np.ndarray,
         block_table_NM: Tensor,
     ) -> None:
-        """Write these slots' missing entries, up to the last token, at `positions_N`. Then draft
+        """Write these slots' missing entries up to the last tokens, at `positions_N`. Then draft
         `num_drafts` tokens greedily, fewer where a slot's `rooms_N` positions are full. No slot may
         be listed twice. Raises ValueError if a value is out of range.
         """
@@ -359,14 +359,13 @@ class _Step:
         """`norm_D`: the norm before the head. `module`: enorm, hnorm and eh_proj of an MTP module."""
         lib = library.load()
         assert lib is not None
-        self._kept = (weights, cache_PLSD)  # C++ has their addresses.
+        self._kept = (weights, cache_PLSD)  # C++ has their addresses, so they must stay alive.
         team = library.team(num_threads)
         self._shape = shape
         self.logits_BV = torch.empty((shape.max_batch, shape.vocab))
         self.normed_BD = torch.empty((shape.max_batch, shape.D))
         self._logits = [self.logits_BV[:num_rows] for num_rows in range(shape.max_batch + 1)]
-        """Views by number of rows, made in advance: slicing releases the GIL and so delays a step.
-        """
+        """Views by number of rows, made early: slicing releases the GIL and so delays a step."""
         whole = (norm_D, weights.cos_sin, weights.embed, weights.head, cache_PLSD, *module)
         parts = [part for layer in layers for part in (*_vectors(layer), *_matrices(layer))]
         handle = lib.hadal_step_new(

@@ -125,7 +125,9 @@ def isa() -> str:
 
 
 def team(num_threads: int | None = None) -> int:
-    """Return the handle of the process's team with `num_threads` (None: as torch), started once."""
+    """Return the handle of this process's team of `num_threads` (None: as many as torch has). It is
+    started on first use. Raises ValueError below 1, RuntimeError if threads cannot be started.
+    """
     library = load()
     assert library is not None, "ask load() first"
     count = torch.get_num_threads() if num_threads is None else num_threads

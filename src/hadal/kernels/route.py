@@ -17,7 +17,7 @@ from hadal.reference.route import Replicas, Route
 
 
 def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
-    """Route as the twin does. Raises ValueError for an id out of range or without a replica."""
+    """Return the twin's Route. Raises ValueError for an id out of range or without a replica."""
     lib = library.load()
     tensors = (ids_TK, replicas.expert_slots_EM, replicas.counts_E)
     if lib is None or any(x.device.type != "cpu" for x in tensors):

@@ -21,8 +21,8 @@ def sample(
     table: SlotTable,
     masks: RowMasks | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Draw tokens like the twin. Raises ValueError, before any draw, if shapes or types do not
-    match, or a slot is out of range or listed twice.
+    """Draw tokens, with the twin's arguments and results. Raises ValueError, before any draw, if
+    shapes or types do not match, or a slot is out of range or listed twice.
     """
     lib = library.load()
     if lib is None or logits_RV.device.type != "cpu":

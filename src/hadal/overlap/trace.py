@@ -143,8 +143,8 @@ def chrome_trace(
 
     Each balancer objective of a step is a counter in the first rank's process. `clocks`: host
     clocks by which times were aligned; they appear in the file's `otherData` and beside the names
-    of ranks. `is_apart`: each micro-batch's computation is a separate thread, though one lane does
-    both.
+    of ranks. `is_apart`: each micro-batch's computation is drawn as a separate thread, though one
+    lane computes both.
     """
     threads = _THREADS_APART if is_apart else _THREADS
     everything = [event for step in steps for event in step.events]

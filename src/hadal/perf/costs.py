@@ -57,8 +57,7 @@ _SHARES = (0.1, 0.9, 0.0)
 _SHARES_CORE = (0.1, 0.3, 0.6)
 """Assumed (fixed, per token, per pair) parts of an op's time where measurements cannot separate them."""
 _RECENT = 0.05
-"""Weight of a new step in the mean step size: about 20 steps count, so a long prompt hardly shows.
-"""
+"""Weight of a new step in the mean step size: about 20 count, so a long prompt hardly shows."""
 _EXACT_LAYERS = 8
 _REFIT_STEPS = 8
 """Maximum number of steps between two fits; a new size is fitted at once."""

@@ -66,7 +66,7 @@ def core_attention(
 
 
 def _left_out(scores_TS: Tensor, num_selected: int | None) -> Tensor | None:
-    """Return [T, S], True where a position is not selected; None if every visible one is."""
+    """Return [T, S], True where a position is not selected; None if all visible ones are."""
     num_new, num_seen = scores_TS.shape
     if num_selected is None or num_seen <= num_selected:
         return None

@@ -27,8 +27,8 @@ from hadal.reference.products import linear, rms_norm
 
 def mtp(weights: ModelWeights, hidden_TD: Tensor, next_tokens_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return (logits [T, V] for token t+2, hidden [T, D] after the module's last norm) from the
-    hidden state (after the last norm) of token t and the token t+1. Raises ValueError if the
-    weights were loaded without the module.
+    hidden state (after the last norm) of token t and the token t+1. Row 0 is position 0. Raises
+    ValueError if the weights were loaded without the module.
     """
     module, config = _module(weights), weights.config
     positions_T = torch.arange(1, 1 + len(hidden_TD), device=hidden_TD.device)

@@ -20,8 +20,7 @@ from hadal.core.model_config import SCALE_BLOCK, ModelConfig
 from hadal.reference.fp8 import dequantise
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of MLA's norms after q_a and kv_a, fixed by the released code; others have rms_norm_eps.
-"""
+"""Epsilon of MLA's norms after q_a and kv_a, fixed by the released code; not rms_norm_eps."""
 INDEX_NORM_EPS = 1e-6
 """Epsilon of the indexer's LayerNorm, fixed by the released code."""
 FP8 = torch.float8_e4m3fn

@@ -112,8 +112,8 @@ def sample(
     masks: RowMasks | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Draw tokens for each slot `slots_B[b]` from its `num_B[b]` adjacent rows (at least one), given
-    their input tokens `fed_R`. No slot may be listed twice. All are int64. A row's mask assumes that
-    the row's input token was drawn.
+    their input tokens `fed_R`. These three are int64, and no slot may be listed twice. A row's mask
+    assumes that the row's input token was drawn.
 
     Advances the slots' indices and histories. The logits may have any float type and are not changed.
     Returns (num_drawn_B, at_N, rows_N of ROW, best_NK of TOKEN_VALUE): number of tokens per slot, and

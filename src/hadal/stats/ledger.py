@@ -176,9 +176,9 @@ def write_nodes(connection: sa.Connection, facts: Iterable[NodesFact]) -> None:
 
 
 def write_tally(connection: sa.Connection, batch_id: str, tally: Tally) -> int:
-    """Add counters of facts without rows of their own; a known batch is not added again.
+    """Add counters of facts that have no rows; a tally with a known `batch_id` is not added again.
 
-    Returns the number of new keys. A batch must be written in one call.
+    Returns the number of added rows. All counters of one `batch_id` must be written in one call.
     """
     known = sa.select(_tallies.c.batch_id).where(_tallies.c.batch_id == batch_id).limit(1)
     if connection.execute(known).first() is not None:
@@ -197,8 +197,8 @@ def write_tally(connection: sa.Connection, batch_id: str, tally: Tally) -> int:
 
 
 def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
-    """Return the sums of generations completed in [from_us, to_us). Batches count with the quarter
-    hours that begin in that window.
+    """Return the sums of generations completed in [from_us, to_us). Counters of `write_tally` count
+    if their quarter hour begins in that window.
     """
     tally = Tally()
     of = _requests.c
@@ -235,8 +235,8 @@ def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
 def read_details(
     connection: sa.Connection, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0
 ) -> Details:
-    """Return quantiles and errors of generations completed in [from_us, to_us) that have rows;
-    batches have sums only.
+    """Return quantiles and errors of generations completed in [from_us, to_us) that have rows, not
+    of those in `write_tally`.
 
     Raises ValueError for an unknown `by`.
     """

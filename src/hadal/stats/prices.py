@@ -56,7 +56,7 @@ class PriceList:
     standard: Rates
     off_peak: Rates | None = None
     off_peak_from_s: int = 16 * HOUR_S + 1800
-    """Begin of off-peak in seconds of the UTC day, a whole quarter hour. The interval up to
+    """Start of off-peak in seconds of the UTC day, a whole quarter hour. The interval up to
     `off_peak_to_s` may cross midnight.
     """
     off_peak_to_s: int = 1800

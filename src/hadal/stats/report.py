@@ -127,7 +127,7 @@ class Line:
     counts: Counts
     nodes: NodeUse
     start_s: int | None = None
-    """Begin of the hour in unix seconds; None: the row is not an hour."""
+    """Start of the hour in unix seconds; None: the row is not an hour."""
     detail: Detail | None = None
     """Quantiles and errors; None if there are sums only, as for a simulated day."""
     use: TenantUse | None = None

@@ -30,9 +30,9 @@ from hadal.perf.shapes import (
 )
 
 TOP_K_S = 34e-9
-"""Seconds per token to choose its experts: 141 us for 4,096 (DeepSeek's training profile)."""
+"""Seconds to choose a token's experts: 141 us for 4,096 tokens (DeepSeek's training profile)."""
 MAP_S = 59e-9
-"""Seconds per token to find its rows in experts: 241 us for 4,096 (DeepSeek's training profile)."""
+"""Seconds to map a token to its experts' rows: 241 us for 4,096 tokens (same profile as TOP_K_S)."""
 DENSE = "dense"
 """Op name of a dense layer's MLP; no schedule has this op."""
 _KNOWN_MAX = 4096

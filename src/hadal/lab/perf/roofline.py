@@ -188,7 +188,7 @@ class Roofline:
     def grouped(
         self, curve: Curve, rows: float, num_experts: int, n: int, k: int, dtype: str = FP8
     ) -> Timed:
-        """Price a grouped GEMM: `rows` fall on experts at random; hit experts' weights are read."""
+        """Price a grouped GEMM: `rows` go to random experts; experts without rows are not read."""
         hit = (
             num_experts * -math.expm1(rows * math.log1p(-1.0 / num_experts))
             if num_experts > 1

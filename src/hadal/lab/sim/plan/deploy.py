@@ -44,6 +44,7 @@ def deployment_of(
     drafts, decode_model = plan.decode_unit.mtp_tokens, plan.decode_unit.model
 
     def pool_bytes(model: StepModel, role: str) -> float:
+        """Return the size of a simulated rank's KV pool."""
         return kv_blocks(model, drafts, role) * BLOCK_TOKENS * token_bytes(model, drafts)
 
     def units(
