@@ -221,7 +221,7 @@ class DraftTable:
 
 class DraftStep:
     """Step of a model's MTP module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23) over the model's
-    cache, in which the module uses the layer after the model's. One call at a time.
+    cache: its entries are in the cache layer after the model's last one. One call at a time.
     """
 
     def __init__(
@@ -309,9 +309,9 @@ class DraftStep:
         rooms_N: np.ndarray,
         block_table_NM: Tensor,
     ) -> None:
-        """Write these slots' missing entries up to the last tokens, at `positions_N`. Then draft
-        `num_drafts` tokens greedily, fewer where a slot's `rooms_N` positions are full. No slot may
-        be listed twice. Raises ValueError if a value is out of range.
+        """Write each slot's missing entries, including that of its last token, at `positions_N`.
+        Then draft `num_drafts` tokens greedily, fewer where a slot's `rooms_N` positions are full.
+        No slot may be listed twice. Raises ValueError if a value is out of range.
         """
         num_slots = len(slots_N)
         library.check_array("slots_N", slots_N, num_slots, np.int64)

@@ -125,9 +125,7 @@ def isa() -> str:
 
 
 def team(num_threads: int | None = None) -> int:
-    """Return the handle of this process's team of `num_threads` (None: as many as torch has). It is
-    started on first use. Raises ValueError below 1, RuntimeError if threads cannot be started.
-    """
+    """Return the handle of the team of `num_threads` (None: as torch has), started on first use."""
     library = load()
     assert library is not None, "ask load() first"
     count = torch.get_num_threads() if num_threads is None else num_threads

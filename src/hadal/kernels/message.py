@@ -20,7 +20,7 @@ from hadal.kernels.codec import FORMATS, MAX_TOP_K
 from hadal.reference.route import Route
 
 Arrived = tuple[Tensor, int, int]
-"""(message, number of its rows, number of its pairs). Its size has been checked against both."""
+"""(message, number of rows, number of pairs). The message's size was checked against both."""
 
 NORMAL, LOW_LATENCY = 1, 2
 """Kinds of messages. The header has the kind, so that a rank in the other mode rejects it."""

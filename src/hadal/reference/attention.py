@@ -2,8 +2,8 @@
 `hadal.kernels.attention`.
 
 Absorbed form, for decode: one query per request against the paged latent cache itself. The query is
-already multiplied by W_UK, and the result is multiplied by W_UV later, so all heads share one key
-and value of C+R values (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+already multiplied by W_UK, and the result is multiplied by W_UV later. So all heads share one key
+of C+R values, and its first C values as value (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
 Sparse form: the lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, eq. 1-2) selects the
 positions that a token attends to. DeepSeek's own code rotates queries and keys by a Hadamard

@@ -27,7 +27,7 @@ def gate(
         group_score_TG = biased_TGe.topk(2, dim=-1).values.sum(-1)
         kept = group_score_TG.topk(config.topk_group, dim=-1, sorted=False).indices
         dropped_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(-1, kept, False)
-        # Not with 0: a bias may make every kept score negative.
+        # Masked with -inf, not with 0: a bias may make every kept score negative.
         biased_TE = biased_TGe.masked_fill(dropped_TG[..., None], float("-inf")).flatten(-2)
     ids_TK = biased_TE.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices
     weights_TK = scores_TE.gather(-1, ids_TK)

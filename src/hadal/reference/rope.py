@@ -30,7 +30,7 @@ def cos_sin_table(config: ModelConfig) -> Tensor:
 
 
 def _stretch(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """Divide slow pairs' frequencies by the factor, keep fast pairs', with a ramp between."""
+    """Divide slow pairs' frequencies by the factor, keep those of fast pairs; a ramp between."""
     dim = 2 * len(frequency)
 
     def pair_with(rotations: float) -> float:

@@ -54,8 +54,8 @@ the slot requests log-probabilities.
 """
 
 DRAWN, NOT_FINITE, NOTHING_LEFT = range(3)
-"""Status of a row: a token was drawn; the logits have NaN or +inf, or only -inf; bias, penalties
-and masks leave only such values.
+"""Status of a row: a token was drawn; the logits have NaN or +inf, or only -inf; or they do after
+bias, penalties and masks.
 """
 
 

@@ -86,8 +86,8 @@ def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
 
 @dataclass(frozen=True)
 class Detail:
-    """Values from single generations that sums do not have. Quantiles are nearest-rank, by
-    QUANTILES; empty if there are no values.
+    """Values of single generations that sums cannot give. Quantiles are nearest-rank, at QUANTILES;
+    empty if there are no values.
     """
 
     ttft_us: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ class Counts:
     num_finished: int = 0
     num_cancelled: int = 0
     num_refused: int = 0
-    """Generations rejected before a unit had them: by a quota, overload or shutdown."""
+    """Generations rejected before they reached a unit: by a quota, overload or shutdown."""
     num_failed: int = 0
     num_retries: int = 0
     tokens_hit: int = 0

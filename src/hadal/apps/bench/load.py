@@ -127,9 +127,9 @@ async def warm_up(
 async def run_level(
     client: httpx.AsyncClient, found: Calibration, plan: LoadPlan, number: int, run: LevelRun
 ) -> None:
-    """Run level `number`: start requests until its duration, its number of requests or the trace
-    ends, then wait for open ones. Samples are added to `run` as requests start, so that they remain
-    after a cancellation.
+    """Run level `number`: start requests until its duration is over, its number of requests is
+    reached or the trace ends; then wait for open ones. Samples are added to `run` as requests
+    start, so that they remain after a cancellation.
     """
     rng = np.random.default_rng([plan.seed, number])
     asks, start_s = plan.asks(rng), time.monotonic()

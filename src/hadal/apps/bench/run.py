@@ -28,7 +28,7 @@ from hadal.results.values import compact, duration, mapping, number, percent, pl
 
 EXIT_NOTHING, EXIT_STOPPED = 1, 130
 LATE_S = 0.05
-"""Largest p99 lateness of this client, seconds. Above it a note says that results are distorted."""
+"""Accepted p99 lateness of this client, seconds. Above it a note says that results are off."""
 SPREADS = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
 
 

@@ -139,7 +139,7 @@ class ChatModel:
                 say("")
 
     def refuses_tools(self, body: dict[str, Any], error: AskError) -> bool:
-        """Return True, and clear `can_call`, if a request failed because the model has no tools."""
+        """Return True, and clear `can_call`, if a request failed as the model cannot call tools."""
         is_refused = "tools" in body and error.status == 400 and error.param.startswith("tool")
         self.can_call = self.can_call and not is_refused
         return is_refused

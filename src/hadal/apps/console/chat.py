@@ -441,7 +441,7 @@ class ChatPage:
         other pages may ask.
         """
         try:
-            with suppress(TimeoutError):  # Likely if the page is gone.
+            with suppress(TimeoutError):  # A timeout is likely if the page is gone.
                 # The call's own time limit does not cover the wait for a disconnected page.
                 async with asyncio.timeout(_STORED_S):
                     # localStorage writes are synchronous, so earlier writes are complete when this

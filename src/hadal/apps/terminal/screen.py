@@ -28,7 +28,7 @@ QUOTES = '"""'
 """Marks around a turn of several lines. A backslash at a line's end also continues the turn."""
 MAX_HISTORY_LINES = 1000
 MAX_TURN_CHARS = 4 << 20
-"""Length at which a turn ends even if it is not closed: the default of `limits.max_body_bytes`."""
+"""Characters after which an unclosed turn ends: as many as `limits.max_body_bytes` by default."""
 _BLANKS = " \t"
 
 

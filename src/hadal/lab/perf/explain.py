@@ -42,9 +42,7 @@ class StageRow:
     """Row of the table of stages: a kernel or exchange of MoE layers, or a part outside of them."""
 
     op: str
-    """Op of the schedule; "step" for parts outside MoE layers, "post" for issuing and receiving
-    exchanges.
-    """
+    """Op of the schedule; "step" outside MoE layers; "post" for issuing and receiving exchanges."""
     name: str
     micro_batch_s: float
     """Seconds of the first micro-batch in one MoE layer; for other parts, of the whole step."""
@@ -86,7 +84,7 @@ class StepPrice:
 
     @property
     def micro_batch_layer_s(self) -> float:
-        """Seconds of an MoE layer over the number of micro-batches, as DeepSeek's figures count."""
+        """Seconds of an MoE layer over the number of micro-batches, as in DeepSeek's figures."""
         return self.walked.total_s / (max(self.num_layers, 1) * len(self.micro_batches))
 
     def finished(

@@ -18,9 +18,7 @@ MHA_CONTEXT = (1024.0, 32768.0)
 LOW_LATENCY_RANKS = (8, 256)
 LOW_LATENCY_TOKENS = (16.0, 256.0)
 NORMAL_RANKS = (8, 64)
-"""All ranges are (lowest, highest) measured inputs of the tables that lab/perf/roofline and
-lab/perf/links name.
-"""
+"""All nine: (lowest, highest) inputs in the tables of lab/perf/roofline and lab/perf/links."""
 
 
 class PricedUnit(Protocol):

@@ -13,9 +13,7 @@ from statistics import NormalDist
 
 @lru_cache(maxsize=1024)
 def expected_maximum(num_ranks: int) -> float:
-    """Return the expected maximum of `num_ranks` standard normals: 2.07 for 32, 2.62 for 144 (Blom
-    1958).
-    """
+    """Return the mean maximum of standard normals (Blom 1958): 2.07 for 32 ranks, 2.62 for 144."""
     if num_ranks <= 1:
         return 0.0
     return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))

@@ -32,7 +32,7 @@ from hadal.perf.shapes import (
 TOP_K_S = 34e-9
 """Seconds to choose a token's experts: 141 us for 4,096 tokens (DeepSeek's training profile)."""
 MAP_S = 59e-9
-"""Seconds to map a token to its experts' rows: 241 us for 4,096 tokens (same profile as TOP_K_S)."""
+"""Seconds to map a token to its experts' rows: 241 us for 4,096 tokens (profile of TOP_K_S)."""
 DENSE = "dense"
 """Op name of a dense layer's MLP; no schedule has this op."""
 _KNOWN_MAX = 4096
@@ -104,9 +104,7 @@ class Layer:
         )
 
     def _decode_rest(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
-        """Return the kernels before core attention, those from it to dispatch, and the shared
-        expert's.
-        """
+        """Return kernels: before core attention, from it to dispatch, and of the shared expert."""
         model = self.model
         heads, rank = model.num_attention_heads, model.kv_lora_rank
         turned = tokens * heads * (2 * model.qk_rope_head_dim + model.latent_dim) * BF16_BYTES

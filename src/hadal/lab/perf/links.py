@@ -7,7 +7,7 @@ use NVLink, in parallel to messages over RDMA. Both modes take
 
     fixed latency + max(RDMA bytes / rate of the NIC, NVLink bytes / rate of NVLink)
 
-Rates are shares of the hardware's rates, from DeepEP's tables on H800. Beside computation the
+Rates are shares of the hardware's rates, from DeepEP's tables on H800. While computation runs, the
 second term is longer, except in low-latency dispatch (lab/perf/constants). Does not depend on
 schedules.
 """

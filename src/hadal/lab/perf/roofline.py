@@ -30,7 +30,7 @@ TENSOR_SHARE = 0.875
 COOL_TENSOR_SHARE = 0.95
 """Sustained share of peak FLOP/s on GPUs that are not power-limited (H20)."""
 TILE_ROWS = 32.0
-"""Rows per group that 64-row tiles waste on average. `pad_rows` above it is a wait for weights."""
+"""Average rows per group that 64-row tiles waste. `pad_rows` beyond it model waits for weights."""
 
 
 class Timed(NamedTuple):
@@ -188,7 +188,7 @@ class Roofline:
     def grouped(
         self, curve: Curve, rows: float, num_experts: int, n: int, k: int, dtype: str = FP8
     ) -> Timed:
-        """Price a grouped GEMM: `rows` go to random experts; experts without rows are not read."""
+        """Price a grouped GEMM: `rows` go to random experts; others' weights are not read."""
         hit = (
             num_experts * -math.expm1(rows * math.log1p(-1.0 / num_experts))
             if num_experts > 1

@@ -1,5 +1,5 @@
-"""Imbalance that remains under a policy of expert placement: the balancer that serves runs on drawn
-loads that are as skewed as measured ones.
+"""Imbalance that remains under a policy of expert placement: the server's own balancer runs on
+drawn loads that are as skewed as measured ones.
 
     shares = expert_share("auto", "decode", 144, 32, rng)       policy/experts/balance on drawn loads
     StepModel(144, placed=shares.imbalance)                     lab/perf/step's `placed`
@@ -12,7 +12,7 @@ reproduction kit for large-scale expert parallelism): to the mean over layers of
 of ranks, with experts in order and with our placement, and to the heaviest experts.
 
 Maximum over mean, measured (drawn). 32 prefill ranks: experts in order 1.78 (1.74), groups kept on
-nodes 1.16 (1.15), placed by the balancer that serves 1.01 (1.01). 144 decode ranks: in order 3.72
+nodes 1.16 (1.15), placed by the server's balancer 1.01 (1.01). 144 decode ranks: in order 3.72
 (3.77), placed 1.15 (1.14). Drawn groups are more unequal than measured ones: the deviation of the
 logarithm of their loads is 0.38 and 0.44, measured 0.31 and 0.37 (prefill, decode).
 tests/unit/lab/sim/test_expert_loads compares drawn with measured loads.

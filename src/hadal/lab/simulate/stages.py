@@ -222,9 +222,7 @@ class Stages:
 
 
 def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
-    """Return role -> loads of ranks under its expert balancer. Equal seeds draw equal expert loads
-    for every balancer.
-    """
+    """Return role -> rank loads under the role's balancer. Equal seeds draw equal expert loads."""
     return {
         role: expert_share(
             study.units_of(role).expert_balance,

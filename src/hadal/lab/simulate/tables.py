@@ -52,7 +52,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def day_table(result: dict[str, Any]) -> Table:
-    """Return the day's figures beside the published ones; without these if none were published."""
+    """Return the day's figures, beside the published ones if there are any."""
     published = result["published"]
     table = _table(f"{result['study']['name']} on {result['study']['hardware'].upper()}")
     table.add_column("")

@@ -1,4 +1,4 @@
-"""Day of the KV cache on disk for a sample of the sessions, with the ledgers that serve
+"""Day of the KV cache on disk for a sample of the sessions, with the server's own ledgers
 (lab/sim/day/disk_replay).
 
 One session in `scale` uses a cache of 1/`scale` of the bytes (SHARDS, see Workload.sample).
@@ -100,7 +100,7 @@ class CacheDay:
         }
 
     def hits_by_idle(self) -> tuple[Ints, Floats]:
-        """Return (findable tokens of earlier turns, share found) by interval of IDLE_EDGES_S."""
+        """Return (findable tokens of own sessions, share found) by interval of IDLE_EDGES_S."""
         return self._hits_by(self.workload.idle_s, IDLE_EDGES_S)
 
     def found_share(self, at_s: Floats, idle_s: Floats) -> Floats:

@@ -1,5 +1,5 @@
-"""Throughput curves of units, measured in a simulated world of a few units under the leaders
-(schedulers) that serve.
+"""Throughput curves of units, measured in a simulated world of a few units under the server's own
+leaders (schedulers).
 
 A decode unit gets a number of requests per rank, as a window of the day has them, and its time per
 token is measured. A prefill unit gets more load than it can process. So the curves include the
@@ -63,7 +63,7 @@ class UnitCurves:
 
     def tpot_s(self, batch: Floats) -> Floats:
         """Return the seconds per output token with `batch` requests per rank: linear between
-        measured points (made non-decreasing) and beyond them, but at least half of the first one's.
+        measured points (made non-decreasing) and beyond, but at least half of the first point's.
         """
         at, tpot_s = (np.array(column) for column in zip(*self.decode, strict=True))
         tpot_s = np.maximum.accumulate(tpot_s)

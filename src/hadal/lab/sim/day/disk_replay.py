@@ -35,9 +35,7 @@ class DiskReplay:
         self._poll_at_s = float("-inf")
 
     def find(self, at_s: float, chain: bytes) -> int:
-        """Return how many leading blocks of `chain` (joined block names) are on disk, and count a
-        use of each.
-        """
+        """Return how many leading blocks of `chain` (joined names) are on disk; count uses."""
         if at_s >= self._poll_at_s:
             self.disk_slots.used(_SEGMENT, list(self._used), list(self._used.values()))
             self._used.clear()
@@ -64,7 +62,7 @@ class DiskReplay:
         return written, dropped
 
     def check(self) -> list[str]:
-        """Return problems: inconsistent disk slots, or an index with another number of blocks."""
+        """Return problems: inconsistent disk slots, or another number of blocks in the index."""
         problems = self.disk_slots.check()
         if len(self.disk_slots) != len(self.index):
             problems.append(

@@ -45,7 +45,7 @@ class Faults:
 
 
 class FluidDay:
-    """One run. `start` and times that the fleet receives are seconds since midnight."""
+    """One run of a fluid. `start` and times that the fleet gets are seconds since midnight."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Day of a study as a fluid: number of nodes at every minute, under the fleet role that serves.
+"""Day of a study as a fluid: number of nodes at every minute, under the server's own fleet role.
 
 The run begins EARLY_HOURS before the day with an empty fleet, so the ramp-up is not part of the
 day. Times are Beijing's clock, as the fleet sees it; hours are counted from second 0, noon, as in

@@ -1,4 +1,4 @@
-"""Window of one hour at full fleet size: every request is simulated, under the roles that serve.
+"""Window of one hour at full fleet size: the server's own roles serve every simulated request.
 
     settle | measured seconds |        requests that run at the start have part of their output
 
@@ -52,7 +52,7 @@ class HourWindow:
     setting: HourSetting
     reading: Reading
     hit_share: float
-    """Share of prompt tokens cached and not computed, over requests not running at the start."""
+    """Share of prompt tokens cached, not computed, over requests that did not run at the start."""
     num_running: int
     """Number of requests that had output at the start."""
     num_came: int

@@ -212,8 +212,8 @@ def _window_json(window: HourWindow, curves: UnitCurves) -> dict[str, Any]:
     reading = window.reading
     prefill, decode, seconds = reading.prefill, reading.decode, reading.end_s - reading.begin_s
     could = window.setting.units.prefill * curves.prefill_computed_per_s * seconds
-    # Arrived tokens, as in the fluid, not computed ones: a window lacks prompts with first chunks
-    # before its start, and the longest prompts take longer than a window.
+    # Count arrived tokens, as the fluid does. Computed ones are too few: no prompt of a window had
+    # chunks computed before its start, and the longest prompts take longer than a window.
     came = reading.tokens_arrived * (1.0 - window.hit_share)
     kv = [float(share.max() / share.mean()) for share in reading.kv_share.values() if share.any()]
     return {

@@ -1,4 +1,4 @@
-"""Ledger of a simulated day: requests and units as facts in the format of serving, and their
+"""Ledger of a simulated day: requests and units as facts in the server's own format, and their
 report.
 
 Requests are the day's sample (lab/sim/day/demand) with drawn lengths and the token times of their

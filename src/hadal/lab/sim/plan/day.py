@@ -41,7 +41,7 @@ class DayRules:
     """A unit is stopped if it was not needed for this long and will not be for as long, seconds."""
 
     def level(self, shape: DayShape) -> Floats:
-        """Return the load for which units are up, over the day's mean [steps of a day]."""
+        """Return the load that running units can serve, over the day's mean [steps of a day]."""
         times = np.arange(0.0, DAY_S, STEP_S)
         rates = shape.at(times)
         if self.is_static:

@@ -1,4 +1,4 @@
-"""Test of a plan in the simulator: its units under the roles that serve, at the day's peak load,
+"""Test of a plan in the simulator: its units under the server's own roles, at the day's peak load,
 compared with its SLO.
 
 A part of the fleet, with its ratio of prefill to decode units, gets the same part of the peak's
@@ -202,8 +202,8 @@ def within_limits(plan: DeploymentPlan, per_s: float) -> tuple[float, float, flo
 
 
 def fluid_of(plan: DeploymentPlan, rng: Generator) -> FleetDay:
-    """Run the plan's day as a fluid under the fleet role that serves. A large fleet is divided into
-    equal parts, and one part is run.
+    """Run the plan's day as a fluid under the server's own fleet role. A large fleet is divided
+    into equal parts, and one part is run.
     """
     unit, traffic = plan.decode_unit, plan.traffic
     num_parts = math.ceil((plan.prefill.num_peak + plan.decode.num_peak) / FLUID_UNITS_MAX)

@@ -206,7 +206,7 @@ def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
 def part_inside(
     at_s: Floats | float, seconds: Floats | float, begin_s: float, end_s: float
 ) -> Floats:
-    """Return each step's share within [begin_s, end_s). Steps begin at `at_s` and take `seconds`."""
+    """Return the share of each step (from `at_s`, for `seconds`) within [begin_s, end_s)."""
     inside_s = np.minimum(np.add(at_s, seconds), end_s) - np.maximum(at_s, begin_s)
     return np.asarray(np.maximum(inside_s, 0.0) / seconds)
 

@@ -1,5 +1,5 @@
-"""Fleet in simulated time: one front and units of many ranks. The roles are the ones that serve;
-their steps are priced.
+"""Fleet in simulated time: one front and units of many ranks. The roles are the server's own; their
+steps are priced.
 
     requests -> front <-> prefill-0 .. decode-0 ..      <->: wire with a delay; KV over ranks' NICs
                              |  ^
