@@ -49,7 +49,9 @@ async def ask_all(
     bodies: list[dict[str, Any]],
     while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Any]:
-    """Return the choices of every request, at most CONCURRENCY requests at a time."""
+    """Return the choices of each request, in order. Sends at most CONCURRENCY requests at a time,
+    while `while_running` runs beside them.
+    """
     free, model = asyncio.Semaphore(CONCURRENCY), server.model
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
 
@@ -142,8 +144,8 @@ class Streams:
 def under_way(
     server: Server, unit: str, num_tokens: int, number: int = 1, after: int = 5
 ) -> Streams:
-    """Start streams and return once `unit` works on all of them and the gate holds it: a prefill
-    unit before its first step, a decode unit at most `after` steps in.
+    """Start streams and return them once `unit` works on all of them. The gate holds a prefill unit
+    before its first step, and a decode unit at most `after` steps after all streams have begun.
     """
     is_prefill = unit.startswith("prefill")
     kind, state = (gate.PREFILL, "prefilling") if is_prefill else (gate.DECODE, "decoding")
@@ -154,7 +156,7 @@ def under_way(
         f"{number} answers are {state}",
     )
     if not is_prefill:
-        # A first token comes from prefill, a second from a decode step: all streams are in its
+        # The first token comes from prefill. A second one shows that the stream is in the decode
         # batch.
         wait_until(lambda: all(streams.texts), "all answers have begun")
         begun = list(map(len, streams.texts))

@@ -45,7 +45,9 @@ COMPLETIONS = "/v1/completions"
 def beside_a_border(
     folder: Path, path: str, body: dict[str, Any], ours: list[Any], theirs: list[Any]
 ) -> bool:
-    """Return whether every differing choice first differs in two tokens that share a border."""
+    """Return whether each differing choice first differs in two tokens that share a border. False if
+    one text is a prefix of the other.
+    """
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         pairs = list(zip(one["token_ids"], other["token_ids"], strict=False))
         at = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
@@ -80,8 +82,8 @@ def _generations(folder: Path, path: str, body: dict[str, Any]) -> list[Generati
 
 
 def near(folder: Path, generation: Generation, output: list[int]) -> Iterator[set[int]]:
-    """Yield growing sets of tokens that a draw after `output` gives within EDGE of its number: for
-    exact weights, then also for each draw of noisy weights.
+    """Yield growing sets of the tokens that the draw after `output` gives if its number moves by up
+    to EDGE: first with exact weights, then also with each noisy copy of the weights.
     """
     exact, found = _weights(folder), set[int]()
     for seed in range(-1, NUM_NOISY):

@@ -221,7 +221,9 @@ def talk(
     max_tokens: int = MAX_TOKENS,
     while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[list[Answer]]:
-    """Run all chats, the turns of each in order, `concurrency` chats at once."""
+    """Return the answers to all turns of each chat. A chat's turns are sent in order, `concurrency`
+    chats at once, while `while_running` runs beside them.
+    """
 
     async def run() -> list[list[Answer]]:
         gate = asyncio.Semaphore(concurrency)

@@ -52,8 +52,8 @@ class Gate:
         self._set(kind, after)
 
     def stepping(self, kind: int, condition: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a condition to wait for that allows one more step at each check. However late it
-        becomes true, few steps run until then.
+        """Return a condition for `wait_until` that allows one more step at each check, then returns
+        what `condition` does. Few steps run until it is true, on a slow machine too.
         """
 
         def look() -> bool:

@@ -364,7 +364,9 @@ class Hosts:
         return self.hosts[number]
 
     def start_ray(self, *num_cpus_of_each: int, is_volatile: bool = False) -> None:
-        """Start a Ray node on each host, with these numbers of cores for units. The first is the head."""
+        """Start a Ray node on each host, with these numbers of cores for units. The first is the head.
+        `is_volatile`: the head's state is lost when it ends.
+        """
         for host, num_cpus in zip(self.hosts, num_cpus_of_each, strict=True):
             host.num_cpus = num_cpus
         self.start_head(is_volatile=is_volatile)

@@ -5,9 +5,9 @@ ends.
     tests.dist.ledger_child URL SEED NAME [LIMIT [OUTAGES]]
 
 Lines on stdout: `A id...` for durable facts. Facts are a function of their id, and many are written
-twice; each process also writes some facts named "both-...". With LIMIT it exits normally after
-LIMIT facts. With OUTAGES (0 to 1) the database is down for that share of its writes, so that facts
-wait in the outbox.
+twice; some facts are named "both-...", and other such processes write them too. With LIMIT it exits
+normally after LIMIT facts. With OUTAGES (0 to 1) the database is down for that share of its writes,
+so that facts wait in the outbox.
 """
 
 import os

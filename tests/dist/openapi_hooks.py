@@ -2,7 +2,7 @@
 streams with the client types that /openapi.json names.
 
 Two requests of three name the served model, because a request with a random name is refused before
-any other check. A chat that its type allows to be empty gets a message.
+any other check. Empty `messages` or `input`, which the schema allows, get one message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
             body[name] = [{"role": "user", "content": "hi"}]
     for name in _LIMITS:
         value = body.get(name)
-        if type(value) is int and MAX_TOKENS < value < 2**63:  # Clients cannot hold more.
+        # Larger integers, which clients cannot hold, stay in the request.
+        if type(value) is int and MAX_TOKENS < value < 2**63:
             body[name] = MAX_TOKENS
 
 

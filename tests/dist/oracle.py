@@ -46,12 +46,12 @@ __all__ = [
 MAX_TOKENS = 160
 EVERYDAY_SEED, NUM_EVERYDAY = 7, 24
 TIMEOUT_S = 2 * DEADLINE_S
-"""Time after which a request counts as hanging. Longer than a wait for what holds it up: that wait's
-error says more.
+"""Time after which a request counts as hanging. Longer than DEADLINE_S: if the test also waits for
+the cause of the delay, that wait fails first, with an error that says more.
 """
 BORDER = range(4, 64) if FULL else range(4, 46)
-"""Range of a prompt's distance to the end of its block, in tokens. Below 4 the block is full too
-early to matter; few answers fill most of a block.
+"""Range of a prompt's distance to the end of its last block, in tokens. Below 4, decode fills the
+block too early to matter; few answers are long enough to fill most of a block.
 """
 
 
@@ -64,8 +64,8 @@ class Case:
 
 
 def everyday_cases(num_cases: int, seed: int) -> list[Case]:
-    """Return cases of `seed` at full sizes, else the first ones of a seed that all files share: the
-    plain loop takes longer for its answers than most tests for the rest.
+    """Return cases of `seed` at full sizes, else the first cases of EVERYDAY_SEED. All files share
+    these, because the plain loop's answers take longer than the rest of most tests.
     """
     if FULL:
         return make_cases(num_cases, seed)
@@ -97,8 +97,8 @@ def plain_answer(
 
 
 def bordering_cases(num_prompts: int, seed: int) -> list[Case]:
-    """Return those of `num_prompts` prompts of at most two blocks that end at a distance in BORDER
-    from the end of a block.
+    """Draw `num_prompts` prompts, and return cases for the prompts of at most two blocks with a
+    distance in BORDER to the end of their last block.
     """
     return [
         _case(prompt)

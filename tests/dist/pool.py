@@ -27,7 +27,6 @@ from tests.waiting import DEADLINE_S, Hang, wait_until
 
 MAX_IDLE = 2
 """Maximum number of idle servers per pytest process, besides a plain one. Each has at least five processes."""
-"""Seconds within which a returned server must be clean: a disconnect is noticed at the next token."""
 ALIVE = ("ready", "resting")
 """Phases of processes that run, or that rest and need not run."""
 OUTPUT_TOKENS = "hadal_output_tokens_total"

@@ -145,7 +145,7 @@ def twofold(mortal: StartServer) -> Server:
 
 @LIVE
 def test_what_they_cost_is_written_down(twofold: Server) -> None:
-    """Each tenant is charged to the token, like for any other request."""
+    """The ledger charges each tenant exactly the tokens that the reply's usage reports."""
     server, path = twofold, twofold.folder.parent / "ledger.sqlite"
     messages: Any = [{"role": "user", "content": ASKED}]
     model = "hadal-tiny"
@@ -186,8 +186,8 @@ def test_what_they_cost_is_written_down(twofold: Server) -> None:
 )
 @LIVE
 def test_any_gateway_goes_on_from_a_response_of_any_other(twofold: Server) -> None:
-    """Any gateway continues any other's response. If the storing gateway is frozen, the reply is an
-    error that it does not answer; if it has ended, the response is reported as lost.
+    """Either gateway continues a response that the other one stores. If the storing gateway was
+    killed and restarted, its responses are reported as lost.
     """
     server, url, headers = twofold, twofold.url, twofold.headers("sk-four")
     made: dict[str, str] = {}
@@ -261,7 +261,9 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @LIVE
 def test_forced_calls_are_the_same_in_all_formats(borrow: StartServer, caller: Path) -> None:
-    """Arguments are nonsense but equal in all formats, and their results continue equally."""
+    """The random model's arguments are nonsense, but equal in all formats. A tool's result then
+    gives the same prompt length and answer in chats and responses.
+    """
     server = borrow("--model", str(caller), "--model-name", "caller")
     url, common = server.url, {"model": "caller", "temperature": 0}
 

@@ -100,8 +100,9 @@ def fact_of(request_id: str) -> RequestFact:
 
 
 def just_before_it_changes(store: BatchStore, act: Callable[[], Any]) -> list[threading.Thread]:
-    """Run `act` when the store is about to change a batch that it has read. The wait for it is
-    limited, because in SQLite the store's transaction blocks it.
+    """Run `act` in a thread, once, when the store is about to change a batch that it has read.
+    Return a list that then has this thread. The store waits MEANWHILE_S at most for `act`, because
+    in SQLite the store's transaction blocks it.
     """
     threads: list[threading.Thread] = []
 
@@ -154,7 +155,9 @@ def test_no_move_overwrites_a_cancellation(
 
 
 def test_gateways_at_once_leave_one_order_of_states(stores: tuple[BatchStore, BatchStore]) -> None:
-    """A batch ends cancelled if a cancellation was acknowledged; its times are those of its states."""
+    """The reply to the cancellation has the status that the batch then has, and the batch has times
+    for exactly its states.
+    """
     mine, theirs = stores
     dice = random.Random(5)
     seen: set[str] = set()

@@ -312,7 +312,8 @@ def test_a_budget_is_kept_at_the_batch_price(server: Server) -> None:
     def spent() -> int:
         return sum(charge for tenant, _, charge in charges(folder).values() if tenant == "carol")
 
-    # A line costs 40 tokens at 2 micro-dollars and about 10 prompt tokens at 1: no other line fits.
+    # A line costs 40 tokens at 2 micro-dollars and about 10 prompt tokens at 1. With at most 95
+    # micro-dollars left, no other line fits.
     wait_until(lambda: spent() > 10**9 - 95 * 10**6, "the budget ends it, for today")
     client.batches.cancel(batch_id)
     assert 2 <= wait_ended(client, batch_id).request_counts.completed < 30

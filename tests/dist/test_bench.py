@@ -31,7 +31,7 @@ def bench(server: Server, *arguments: str, code: int = 0) -> dict[str, Any]:
 
 
 def num_refused(server: Server) -> float:
-    """Return the number of refused requests; the metric is missing before the first."""
+    """Return the number of refused requests; 0 while the metric is missing, before the first one."""
     with suppress(AssertionError):
         return metric(server, "hadal_refusals_total")
     return 0.0
@@ -96,7 +96,9 @@ def narrow(borrow: StartServer) -> Server:
 @pytest.mark.more(MORE)
 @pytest.mark.slow("answers are late after 10 s")
 def test_refusals_and_late_answers_are_told_apart(narrow: Server) -> None:
-    """No answer is complete before all excess requests are refused, and none comes after that."""
+    """The gate first holds decode until all excess requests are refused. It then holds decode again,
+    until the client's time-out.
+    """
     server = narrow
     server.gate.hold(gate.DECODE)
     before = num_refused(server)

@@ -116,7 +116,7 @@ def chats() -> list[Chat]:
 
 
 def possible(chats: list[Chat]) -> int:
-    """Return the tokens found if all of these chats were served before."""
+    """Return the prompt tokens that a cache finds if it has the blocks of all these chats' prompts."""
     named = Named()
     for chat in chats:
         for case in chat:

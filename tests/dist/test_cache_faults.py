@@ -3,7 +3,7 @@ recomputed, and no answer changes.
 
 A server without a memory cache answers chats after it has written their KV or tried to. Answers
 equal the plain loop's, and the server stays healthy and does not flood its log. Tests of the store
-start on folders that are already damaged (unit/runtime/store).
+start on folders that are already damaged (tests/unit/runtime/store).
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ FAULTS: dict[str, tuple[Callable[[Path, random.Random], int], str, str]] = {
     "deleted": (delete, STORED_BLOCKS, "is gone"),
     "cut": (cut_off, MISS_TOKENS, "computed"),
 }
-"""Fault -> (damaging function, count that rises, words in the log). A truncated segment is found by
-a scan of the folder or, sooner, by a read; only a read counts it as damage.
+"""Fault -> (damaging function, count that rises, words in the log). A scan of the folder or a read
+finds a truncated segment, whichever comes first; only a read counts it as damage.
 """
 
 

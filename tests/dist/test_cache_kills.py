@@ -42,12 +42,16 @@ MAX_LOOKS = 60
 WAYS = ("group", "supervisor", "one process", "one process")
 """Kinds of kills; "one process" kills a unit or a rank."""
 RANKS = (1, 1, 1, 2)
-"""Ranks of both units, drawn. Each rank has a writer, so that segments change owners."""
+"""Values from which a round draws the number of ranks of both units. Each rank has a writer, so a
+changed number makes segments change owners.
+"""
 ROOMY_MB, TIGHT_MB = 4096, 1
 """Budgets: with ROOMY_MB no block is ever overwritten, with TIGHT_MB nearly every block is."""
 
 LAST_TOKENS = 4 * BLOCK_TOKENS
-"""Tokens that fit into the prefill unit's part of a tight budget: five blocks."""
+"""Number of tokens that the last chat's prompts stay below, so that they fit into the prefill unit's
+part of a tight budget, five blocks.
+"""
 
 
 @dataclass
@@ -68,7 +72,7 @@ def chats() -> list[Chat]:
 
 
 def key_of(number: int) -> str:
-    """Return the tenant of a round: the same chats then have other blocks."""
+    """Return the key of a round's tenant. Every tenant has its own blocks for the same chats."""
     return f"tenant-{number}"
 
 

@@ -103,7 +103,7 @@ def test_a_tenant_finds_nothing_of_anothers_and_makes_the_work_of_a_new_prompt(
 
 
 def test_names_of_tenants_have_nothing_in_common() -> None:
-    """Names are disjoint for all texts, in whole and in the halves that summaries store."""
+    """One prompt's names are different for all salts, in whole and in the halves that summaries store."""
     prompt = Random(3).choices(range(2000), k=640)
     chains = [
         extend(b"root", b"", prompt, salt)
@@ -141,7 +141,7 @@ def chat(
     "whole blocks, with all tenants that send the same messages and the same field"
 )
 def test_a_public_system_prompt_is_shared(server: Server) -> None:
-    """Its blocks are shared, and none of the user's message."""
+    """Blocks of the system prompt are shared; blocks of the user's message are not."""
     system = " ".join(f"Rule {number}: be short and exact." for number in range(40))
     question = "What is 12 + 30? " * 20
     first = chat(server, ALICE, system, question, "public")

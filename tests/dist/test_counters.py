@@ -74,7 +74,7 @@ async def end_in_every_way(server: Server, batches: OpenAI) -> None:
     """End requests in every way (normal end, disconnect, time-out, refusal, loss of their unit)
     while a batch runs.
     """
-    # A connection for each, so that it may reach any gateway.
+    # Every request has its own connection, so that it may reach either gateway.
     async with httpx.AsyncClient(
         base_url=server.url,
         timeout=DEADLINE_S,

@@ -1,5 +1,5 @@
 """Dashboards and alert rules name only metrics and labels of a live server's /metrics, so a renamed
-one fails here. Uses a server with a ledger, like all of the pool.
+one fails here. Uses a server with a ledger, like all servers of the pool.
 """
 
 import json
@@ -38,8 +38,8 @@ NOT_HERE = {
     "hadal_link_bytes_total": {"unit", "kind", "nodes"},
     "hadal_refused_connections_total": {"process", "kind"},
 }
-"""Metric -> labels; its series exist only with drafts or with units of many ranks, which listen to
-each other. gateway/desk/metrics defines them.
+"""Metric -> labels, for metrics that have series only with drafts or with units of many ranks (these
+accept, and may refuse, connections). gateway/desk/metrics defines them.
 """
 _SELECTOR = re.compile(r"\b([a-z_]+)\{([^}]*)\}")
 _GROUPING = re.compile(r"\b(?:by|on) ?\(([^)]*)\)")
@@ -63,7 +63,9 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def labels_in(expression: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (metric, label, value) of each selector. A grouping's labels apply to every metric in it."""
+    """Yield (metric, label, value) of each selector, then of each label that the expression groups by,
+    with every metric of the expression and an empty value.
+    """
     for metric, inside in _SELECTOR.findall(expression):
         for label, value in re.findall(r'([a-z]+) ?=~? ?"([^"]*)"', inside):
             yield metric, label, value
@@ -110,7 +112,9 @@ def test_labels_of_legends_are_in_their_expressions() -> None:
 
 
 def test_metrics_that_come_only_with_some_deployments_are_those() -> None:
-    """Live series of such deployments: test_drafts, test_ep_exactness, test_stranger."""
+    """The series that NOT_HERE lists have its labels. Live servers have these series in test_drafts,
+    test_ep_exactness and test_stranger.
+    """
     drafted = {"drafts_tried": (2,), "drafts_accepted": (1,), "link_bytes": LinkBytes((1, 1))}
     unit = UnitReport("decode-0", "e", 100, 0, 0, 8, 0, **drafted)
     snapshot = FrontSnapshot(False, {}, {"decode-0": unit}, {}, Totals())

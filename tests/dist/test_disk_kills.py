@@ -151,8 +151,8 @@ def play_round(
     """Run one or two writers, kill them one after another, then check and update `alive`. Returns
     the number of blocks written.
 
-    `names_of`: seed of the blocks that all writers write again and again; None: each writes its
-    own.
+    `names_of`: seed of all writers, which thus write blocks of the same names; None: each writer
+    has its own seed.
     """
     seeds = [names_of or rng.getrandbits(60) for _ in range(rng.choice((1, 1, 2)))]
     children = [Child(folder, seed, share_bytes) for seed in seeds]
@@ -223,7 +223,7 @@ def test_a_writer_that_ends_in_order_leaves_all_it_was_told_is_durable(tmp_path:
 
 
 def test_a_table_of_long_ago_names_no_wrong_block(tmp_path: Path) -> None:
-    """Its records name blocks that were overwritten since: every read detects that."""
+    """The old table's records name slots that were overwritten since; every read detects that."""
     tables: dict[int, bytes] = {}
     for seed in (1, 2):
         child = Child(tmp_path, seed, TINY_BYTES, limit=60)

@@ -186,7 +186,7 @@ def test_sampled_requests_get_the_same_tokens(
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         what = f"request {number} of seed {seed}: {bodies[number]}"
         assert what_came(ours) == what_came(theirs), what
-        # Ranks add in another order than the fused step, and their prompts are cut elsewhere.
+        # Several ranks add in another order than one rank's fused step, and cut prompts elsewhere.
         assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-3), what
     assert metric(server, "hadal_drafts_accepted_total") > 0
     assert server.pids() == pids
@@ -214,7 +214,7 @@ def test_a_rank_that_is_killed(mortal: StartServer, cases: list[Case]) -> None:
         await kill_at_work(server, "decode-0.2", num_steps=10)
 
     undisturbed = share_right(server, cases)
-    # The surviving ranks join again at their step.
+    # The surviving ranks form a unit again and continue their requests where they were.
     assert share_right(server, cases, kill) == pytest.approx(undisturbed, abs=2 * POINT)
 
 

@@ -169,7 +169,9 @@ FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 def test_what_is_rounded_gives_the_same_tokens_at_every_width(
     borrow: StartServer, cases: list[Case], rounding: dict[str, str]
 ) -> None:
-    """Rounds either tokens on their way to experts, or all inputs of FP8 matrices."""
+    """`dispatch_format` rounds tokens on their way to experts; `compute` rounds all inputs of FP8
+    matrices.
+    """
     widths, logprobs = [], []
     exact = deployed(borrow, "dual_five_redundant")
     for prefill_ranks, decode_ranks in FP8_WIDTHS:

@@ -67,7 +67,8 @@ def test_chunks(borrow: StartServer, cases: list[Case], chunk_tokens: int) -> No
 @pytest.mark.promise("admission, and preemption that loses no token")
 @OTHER_WAY
 def test_preemption(borrow: StartServer) -> None:
-    # All need one more block before they end, and the pool has room for only a few without it.
+    # Every request needs one more block before it ends, and the pool has blocks for only a few
+    # requests even without that block.
     def num_blocks(num_tokens: int) -> int:
         return -(-num_tokens // BLOCK_TOKENS)
 

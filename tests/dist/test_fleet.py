@@ -38,7 +38,7 @@ def phase(server: Server, name: str) -> str:
 
 @contextmanager
 def asking(server: Server) -> Iterator[None]:
-    """Within the block, request one token after another, which prefill computes."""
+    """Within the block, send one-token requests one after another; prefill alone computes them."""
     is_enough = threading.Event()
 
     def ask() -> None:
@@ -105,7 +105,7 @@ def test_a_drain_that_takes_too_long_moves_the_streams(start_server: StartServer
     assert server.stop() == 0
 
 
-@pytest.mark.full  # test_supervision kills units, and roles/test_fleet kills a fleet's.
+@pytest.mark.full  # test_supervision kills units; tests/unit/roles/test_fleet kills a fleet's.
 def test_a_unit_of_the_fleet_that_dies_is_replaced(start_server: StartServer) -> None:
     """Units measure their own rate here, so one unit is enough for this load."""
     server = start_server(fleet=FLEET)

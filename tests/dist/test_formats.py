@@ -124,7 +124,7 @@ def test_units_that_are_killed(mortal: StartServer, asked: Asked, victim: str) -
 def test_a_rank_and_a_leader_that_are_killed(
     mortal: StartServer, asked: Asked, victim: str
 ) -> None:
-    """A dead rank's requests continue on other ranks, and a dead leader's where they are."""
+    """Requests of a dead rank continue on other ranks; requests of a dead leader stay on their ranks."""
     server = mortal(prefill=units(2), decode={**units(4), "drafts": 1})
     asked.assert_same(server, lambda: kill_at_work(server, victim))
 
@@ -216,8 +216,8 @@ def test_a_format_that_the_free_answer_has_changes_nothing(server: Server) -> No
 
 @pytest.mark.more("six answers of 400 tokens; tests/unit/tokens has the blanks")
 def test_a_model_that_knows_no_json_comes_to_an_end(server: Server) -> None:
-    """Such a model would draw blanks endlessly. Outside of strings at most two line breaks and
-    twenty other blanks may follow each other, and the answer is complete.
+    """Such a model would draw blanks endlessly. Outside of strings, at most one blank, two line breaks
+    and twenty more blanks may follow each other, and the answer is complete.
     """
     small = {"type": "integer", "minimum": 0, "maximum": 9}
     schema = closed(

@@ -1,6 +1,6 @@
 """KV transfer between two hosts (tests/dist/hosts.py) over a link of 400 Mbit/s.
 
-Real hosts also differ in clocks and drivers, which the hand-over does not use.
+Real hosts also differ in clocks and drivers, but KV transfer does not depend on them.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ THREE_HOSTS = {
     "gateway": {"nodes": 1},
     "collective_timeout_s": 2 * DEADLINE_S,
 }
-"""Deployment in which each process fits on one host only. A step that a test holds is not broken off."""
+"""Deployment in which each process fits on one host only. The collective timeout is longer than a
+test's waits, so that a step that a test holds does not fail.
+"""
 FAULT = pytest.mark.more("needs three hosts, and waits until what it breaks is whole again")
 
 
@@ -107,8 +109,8 @@ class Deployed:
             self.hosts.gate.open()
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition. Ray nodes that ended are started again, as systemd or Kubernetes
-        does: Ray abandons a node that takes 30 s to start, and one that it has given up ends.
+        """Wait for a condition. Start Ray nodes that have ended again, as systemd or Kubernetes does:
+        Ray abandons a node that takes 30 s to start, and a node that Ray has declared dead ends.
         """
 
         def is_met() -> bool:
@@ -341,7 +343,9 @@ def test_a_rollout_costs_no_token(deployed: Deployed) -> None:
 def test_a_supervisor_that_is_killed_is_followed_by_one_that_starts_nothing_anew(
     deployed: Deployed,
 ) -> None:
-    """The kill ends its whole host, also the front. Another host's gateway keeps its streams."""
+    """The kill also ends the supervisor's children, the front among them. The gateway on another host
+    keeps its streams.
+    """
     cases = everyday_cases(12, SEED)
     far = [*OURS, "gateway-1"]
     before = {name: (deployed.host_of(name), deployed.pid_of(name)) for name in far}

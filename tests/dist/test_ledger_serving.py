@@ -28,7 +28,9 @@ WHOLE = {"ignore_eos": True, "temperature": 0}
 NUM_LONG = 4
 DECODING = 'state="decoding"'
 MORE_TOKENS = 100
-"""Tokens made while a client disconnects, or made but not yet sent as text."""
+"""Maximum number of tokens generated beyond those after which a client disconnects. They are
+generated before the server notices it, or are not yet sent as text.
+"""
 
 
 def report(path: Path, *arguments: str) -> dict[str, Any]:
@@ -221,7 +223,7 @@ def test_a_database_that_hangs_and_a_gateway_that_dies(
     start_server: StartServer, folder: Path
 ) -> None:
     """Another process holds the ledger's lock: clients are answered, facts wait on disk, and the
-    gateway's death loses none of those. (That `add` never waits: unit/runtime/ledger.)
+    gateway's death loses no fact. tests/unit/runtime/ledger asserts that `add` never waits.
     """
     path = folder / "l.sqlite"
     server = start_server(ledger={"url": str(path)})

@@ -45,7 +45,7 @@ NUM_CASES = 24 if MORE else 6
 NUM_FRESH = 80 if FULL else 8 if MORE else 0
 NUM_KILLS = 20 if FULL else 1
 NUM_SKEWED = 3
-"""Different prompts at a time while ranks die: fewer prompts skew the experts' loads more."""
+"""Number of different prompts in use at a time while ranks die. Few prompts skew the experts' loads."""
 NUM_ANSWERS = 2 * NUM_CLIENTS
 """Answers after which the next prompts are sent."""
 ABANDONED = "keeps its placement: the formation is over"
@@ -141,7 +141,9 @@ def test_a_rank_dies_while_experts_move(server: Server) -> None:
 
 
 async def one_kill(server: Server, rng: random.Random, groups: Sequence[Sequence[Case]]) -> None:
-    """Kill a rank during an installation, as far as the log shows one."""
+    """Kill a rank once the log shows that an installation begins; it may end before the kill. Wait
+    until the unit has all ranks again and experts move again.
+    """
     async with loaded(server, groups) as load:
 
         def num_lines(pattern: str) -> int:

@@ -30,7 +30,9 @@ MOST_AT_ONCE = 20
 NUM_REQUESTS, NUM_FIRST = (500, 150) if FULL else (300, 100)
 CONCURRENCY = 64
 MAX_GROWTH = 1.10
-"""Largest allowed resident memory after the load, as a multiple of the memory after a first, smaller load."""
+"""Largest allowed resident memory after the load, as a multiple of the memory after a first, smaller
+load; 4 MiB more are allowed.
+"""
 
 
 async def load(
@@ -111,7 +113,9 @@ def _refused(reply: httpx.Response) -> str:
 
 
 def _judged(body: dict[str, Any], choice: dict[str, Any]) -> str:
-    """Return "done"; an empty string for an invalid answer."""
+    """Return "done"; an empty string for an unexpected finish reason. Raises an error if the answer
+    violates its schema or a call's arguments are not JSON.
+    """
     if choice["finish_reason"] == "stop" and "response_format" in body:
         said = body["response_format"].get("json_schema", {"schema": {"type": "object"}})
         jsonschema.validate(json.loads(choice["message"]["content"]), said["schema"])
@@ -122,7 +126,7 @@ def _judged(body: dict[str, Any], choice: dict[str, Any]) -> str:
 
 
 def resident_mb(pid: int) -> float:
-    """Return a process's own memory (without shared pools), in MB."""
+    """Return a process's own memory (without shared pools), in MiB."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )

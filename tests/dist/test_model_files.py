@@ -34,7 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
     folder = tmp_path_factory.mktemp("files") / "model"
     shutil.copytree(model_folder(""), folder)
     with starting() as start:
-        # A cache's fingerprint would detect another model, so there is none.
+        # A cache's fingerprint would detect another model, so the server has no cache.
         yield (
             start(model=str(folder), cache={"memory": "off"}, environment={RETRY: "0.2"}),
             folder,
@@ -42,7 +42,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
 
 
 def answer_is(server: Server, expected: str) -> bool:
-    """Return whether one request is answered. Raises AssertionError on any other answer."""
+    """Return whether a request gets the answer `expected`; False if it gets none. Raises
+    AssertionError if it gets another answer.
+    """
     body = asked(server, NUM_TOKENS)
     try:
         reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)

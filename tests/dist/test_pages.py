@@ -61,7 +61,7 @@ COUNT_CHANGES = """() => {
     new MutationObserver(count).observe(document.body, all);
 }"""
 NUM_OF_A_KIND = 128
-"""Consecutive questions of one kind."""
+"""Number of consecutive questions of one kind."""
 MORE_PAGES = pytest.mark.more("one chat in a browser stands in `make test`")
 
 
@@ -149,7 +149,7 @@ def test_esc_stops_an_answer_and_what_came_stays(server: Server, browser: Browse
 
 @MORE_PAGES
 def test_an_answer_stays_until_something_takes_its_place(server: Server, browser: Browser) -> None:
-    """Also if the page is reloaded before the new answer has begun."""
+    """The old answer stays even if the page is reloaded before the new answer has begun."""
     with looking(browser, pages_of(server)) as page:
         ask(page, "What is 12 + 30?")
         done(page)
@@ -221,7 +221,7 @@ def test_what_a_model_writes_runs_nothing_and_fetches_nothing(
 
 
 def calling(vocabulary: Vocabulary) -> Script:
-    """Script of a model that calls two tools, one of them wrongly, then states the result."""
+    """Return the script of a model that calls two tools, one of them wrongly, then states the result."""
     args = '{"a": 4321, "operator": "*", "b": 1234}'
     calls = "".join(
         f"{V31.call_begin}{name}{V31.separator}{text}{V31.call_end}"
@@ -555,7 +555,7 @@ def test_tools_run_and_their_results_go_back(browser: Browser) -> None:
 
 @MORE_PAGES
 def test_the_model_that_ships_calls_a_tool(server: Server, browser: Browser) -> None:
-    """Greedy, because at its own temperature the model is sometimes wrong."""
+    """Sets temperature 0, because at its default temperature the model is sometimes wrong."""
     with looking(browser, pages_of(server)) as page:
         page.click(".h-quiet")
         page.get_by_text("Default temperature of the model").click()
@@ -616,7 +616,7 @@ def kept_busy(server: Server) -> Iterator[None]:
 
 @contextmanager
 def without_forks(server: Server) -> Iterator[None]:
-    """Within the block, restart no ended process: the process that ranks are forked from is frozen."""
+    """Prevent restarts within the block: the process that ranks are forked from is frozen."""
     status = Path(f"/proc/{server.pids()['decode-0.1']}/stat").read_text()
     parent = int(status.rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGSTOP)

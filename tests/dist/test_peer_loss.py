@@ -34,7 +34,9 @@ PAYLOAD_BYTES = 4 << 20
 
 
 def serve(rank: int, epoch: str, pipe: Connection) -> None:
-    """Run a rank that follows the test's commands: form, or exchange until a peer is lost."""
+    """Run a rank that follows the test's commands: form, check one exchange, or exchange until a peer
+    is lost.
+    """
     torch.set_num_threads(1)
     group = MeshGroup(rank, epoch, key=b"k" * 32, deadline_s=NEVER_S)
     pipe.send(group.port)

@@ -137,7 +137,9 @@ def test_a_budget_is_kept_over_the_end_of_the_gateway(budgeted: tuple[Server, st
             return int(connection.execute(sa.text(query)).scalar() or 0) // 10**6
 
     def spend(until: Callable[[], bool] = lambda: False) -> Counter[int]:
-        """Send requests until `until` is true or the budget is spent for the day."""
+        """Send requests until `until` is true or the budget is spent for the day; return how often
+        each status came.
+        """
         statuses: Counter[int] = Counter()
 
         def one(number: int) -> None:

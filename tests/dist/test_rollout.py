@@ -176,8 +176,8 @@ def test_what_does_not_come_up_stops_it_and_the_way_back_is_another_rollout(
 def test_every_unit_is_replaced_and_no_request_fails(
     request: pytest.FixtureRequest, start_server: StartServer, tmp_path: Path, kind: str
 ) -> None:
-    """One rollout to new weights; with two units also another one that changes nothing. Each answer
-    is completely the old model's or the new one's, and at the end all are the new one's.
+    """One rollout to new weights; in all kinds but "one unit" also another one, which changes nothing.
+    Each answer is completely the old model's or the new one's, and at the end all are the new one's.
     """
     folder = tmp_path / "model"
     other_weights(folder)
@@ -205,7 +205,7 @@ def test_every_unit_is_replaced_and_no_request_fails(
     assert server.pids()["gateway"] == gateway
     for name in before:
         assert server.status().processes[name].num_starts >= num_starts[name] + len(rollouts)
-    # A process that dies later serves the new weights, too; so does a gateway.
+    # The successor of a unit or gateway that dies later serves the new weights, too.
     for name in ("decode-0", "prefill-0", "gateway") if is_again else ():
         pid = server.kill(name)
         server.wait_restarted(name, pid)

@@ -29,9 +29,9 @@ from tests.waiting import unix_now, wait_until
 pytestmark = [NEEDS_HOSTS, pytest.mark.full, pytest.mark.timeout(3000)]
 
 PREFILL, DECODE = map(int, os.environ.get("HADAL_UNITS", "29,9").split(","))
-"""Units at the peak of 278 nodes; HADAL_UNITS=3,1 asks for one bundle of 30."""
+"""Numbers of prefill and decode units at the peak of 278 nodes; HADAL_UNITS=3,1 asks for 30 nodes."""
 LIGHT = int(os.environ.get(NUM_AGENTS, "30"))
-"""Nodes that get an agent."""
+"""Number of nodes that get an agent."""
 SECRET = bytes(range(32))
 START_S, PLACE_S = 1200.0, 600.0
 """Timeouts for starts and placement. They are long, because hundreds of nodes share one host's cores."""

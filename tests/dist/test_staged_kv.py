@@ -25,8 +25,8 @@ def cases() -> list[Case]:
 def test_the_plain_loops_tokens(
     start_server: StartServer, cases: list[Case], num_ranks: int
 ) -> None:
-    """Few blocks, so that requests are preempted and blocks reused. With ranks, one is killed;
-    requests of the other rejoin with KV that only its cache has.
+    """Few blocks, so that requests are preempted and blocks reused. With two ranks, one is killed;
+    requests of the other one continue with KV that only its cache has.
     """
     server = start_server(
         environment={STAGED: "1"},

@@ -33,7 +33,7 @@ ON_ONE_PROCESSOR = {PROCESSOR: str(ONE)}
 
 @contextmanager
 def spinning(number: int) -> Iterator[None]:
-    """Keep that processor busy with `number` processes."""
+    """Keep processor ONE busy with `number` processes within the block."""
     spin = f"import os; os.sched_setaffinity(0, {{{ONE}}})\nwhile True: pass"
     processes = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(number)]
     try:

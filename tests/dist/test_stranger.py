@@ -154,7 +154,7 @@ def ask(server: Server, number: int) -> str:
 
 
 def num_refused(server: Server) -> float:
-    """Return the number of refused connections; the metric is missing before the first."""
+    """Return the number of refused connections; 0 while the metric is missing, before the first one."""
     with suppress(AssertionError):
         return metric(server, "hadal_refused_connections_total", key=KEY)
     return 0.0

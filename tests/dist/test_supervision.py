@@ -151,7 +151,7 @@ def test_a_stopped_supervisor_takes_nobody_for_hung_when_it_goes_on(mortal: Star
     server = mortal()
     pids, num_bytes = server.pids(), len(server.log())
     server.process.send_signal(signal.SIGSTOP)
-    time.sleep(3.0)  # Longer than its timeouts for gateways and units.
+    time.sleep(3.0)  # Longer than unit_timeout_s, by default 2 s.
     server.process.send_signal(signal.SIGCONT)
     # When it has replaced one unit, it has judged all processes.
     server.kill("prefill-0")

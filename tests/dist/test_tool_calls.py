@@ -34,7 +34,7 @@ cut beside a border, which rounding moves when a request is recomputed (docs/dec
 """
 NUM_EACH = 20 if FULL else 6 if MORE else 2
 NUM_STEPS = {"decode-0": 3, "prefill-0": 0}
-"""Steps that a unit runs before it is killed at the next."""
+"""Unit -> number of steps that the gate allows it before it is killed."""
 SERVED = pytest.mark.more(
     "drafts and kills; over ranks and after preemption it is as in test_formats"
 )
@@ -126,8 +126,9 @@ async def post_all(server: Server, path: str, bodies: list[dict[str, Any]]) -> l
 
 
 def num_right(bodies: list[dict[str, Any]], answers: list[Any]) -> int:
-    """Return the number of complete calls that a grammar held. Raises an error if one of them is
-    invalid or a reply breaks its request. Nothing holds a request under auto without a strict tool.
+    """Return the number of complete calls that a grammar constrained. Raises an error if one of them
+    is invalid or a reply breaks its request. No grammar constrains calls under auto without a
+    strict tool.
     """
     num = 0
     for body, choices in zip(bodies, answers, strict=True):

@@ -35,7 +35,7 @@ class DiskFaults:
     drop_rate: float = 0.0
     """Share of reads before which some block leaves the folder."""
     slow_rate: float = 0.0
-    """Share of reads and writes that take up to `slow_s`."""
+    """Share of reads and writes that take up to `slow_s` seconds."""
     slow_s: float = 8.0
 
 

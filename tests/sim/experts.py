@@ -1,7 +1,8 @@
 """Simulated experts: their placement, staged experts, and tokens per slot.
 
 A step's tokens are drawn once for all ranks and dealt to replicas in turn, as live. Assertions fail
-on a flip that was not staged, tables that differ in a step, and a source without its expert.
+on a flip (a layer's change to its next placement) that was not staged, on ranks with different
+placements in one step, and on a source without its expert.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Traffic:
     """Slots and number of replicas of each expert in the placement `known`, one entry per layer."""
 
     def deal(self, placement: Placement, num_members: int) -> NDArray[np.int64]:
-        """Draw a step's tokens and deal them to replicas in turn [L, R, S]."""
+        """Draw a step's tokens and deal them to replicas in turn; return tokens per slot [L, R, S]."""
         if placement is not self.known:
             self.known = placement
             self.turns = [placement.replicas(layer) for layer in range(placement.num_layers)]

@@ -26,7 +26,7 @@ class Role(Protocol):
 
 
 class Host:
-    """One life of a process. `pools` maps names to all pools of the world."""
+    """One run of a process, from start to end. `pools` maps names to all pools of the world."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 A step or formation ends on a rank after all members have reached it. A dead member fails it on all
 others, a stopped member keeps them waiting, and a FormPlan aborts it. Whether a rank has
-written a failed step is drawn for each rank.
+written the KV of a failed step is drawn for each rank.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ class SimCompute:
 
 
 class RankHost(Host):
-    """One life of a rank's process."""
+    """One run of a rank's process, from start to end."""
 
     def __init__(
         self,

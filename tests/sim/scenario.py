@@ -60,7 +60,9 @@ def random_generation(
 
 
 def longest_output(world: World, num_prompt: int) -> int:
-    """Return the most output tokens of a request here, by the context and one unit's blocks."""
+    """Return the maximum number of output tokens after a prompt of `num_prompt` tokens, by the world's
+    context and one unit's blocks.
+    """
     capacity = (min(world.pool_blocks.values()) - 1) * BLOCK_TOKENS
     return min(world.max_context, capacity + 1) - num_prompt
 
@@ -210,7 +212,9 @@ def ranked_world(seed: int) -> World:
 
 
 def uneven_world(seed: int, request_balance: str = "auto", *, is_calm: bool = False) -> World:
-    """Return a world of uneven requests on several decode ranks with room; faults hit moves."""
+    """Return a world of uneven requests on several decode ranks with free blocks; unless `is_calm`,
+    faults happen while requests move between ranks.
+    """
     random = Random(f"uneven {seed}")
     config = deployment(
         chunk_tokens=2048,

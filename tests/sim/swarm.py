@@ -37,7 +37,7 @@ SUMMED = ("moves", "preemptions", "faults")
 """Counts that the last line repeats: a swarm without them proves little."""
 _BATCH = 20
 _TOLD = 200
-"""Number of seeds per line, which replaces the progress bar if the output is a file."""
+"""Number of seeds per line of progress; such lines replace the progress bar if the output is a file."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ def run(scene: Scene) -> tuple[SwarmWorld, Counter[str]]:
         try:
             world.run_to_the_end(FLEET_LIMIT_S if world.has_fleet else LIMIT_S)
             if world.has_fleet:
-                # A unit that starts late may still receive messages for its process before.
+                # A unit that starts late may still receive messages for its earlier process.
                 world.clock.run(
                     world.clock.now() + FLEET_LIMIT_S,
                     lambda: world.is_at_rest() and world.is_over(),

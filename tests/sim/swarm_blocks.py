@@ -57,7 +57,7 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class BlockWatch:
-    """Block owners in one life of a leader. `keeps_some`: a cache may own blocks."""
+    """Block owners in one run of a leader. `keeps_some`: a cache may own blocks."""
 
     unit: str
     num_slots: int
@@ -192,9 +192,9 @@ class BlockWatch:
                 )
 
     def _keep(self, key: Key, rank: int, block_ids: Iterable[int]) -> None:
-        """Mark an answer's blocks as kept: no request may write them before they are Freed. Blocks
-        that were Freed in this very event, or belong to a request that filled the same, are left
-        alone.
+        """Mark an answer's blocks as kept: no request may write them before they are Freed. Unchanged
+        are blocks that were Freed in the same event, or that another request with the same content
+        owns.
         """
         for rank_block in [(rank, block) for block in block_ids]:
             if self._holders.get(rank_block) == key:

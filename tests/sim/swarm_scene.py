@@ -329,7 +329,7 @@ def _units(random: Random, on: set[str], role: str) -> UnitsConfig:
 
 def _limits(random: Random, on: set[str]) -> LimitsConfig:
     timeout_s = random.choice([2.0, 10.0]) if "impatient" in on else 4000.0
-    if "lost messages" in on:  # A lost message hangs its request until then.
+    if "lost messages" in on:  # After a lost message, a request hangs until its timeout.
         timeout_s = min(timeout_s, 40.0)
     return LimitsConfig(
         max_running=random.choice([1, 2, 5]) if "few running" in on else 256,
