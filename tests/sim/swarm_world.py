@@ -75,14 +75,14 @@ class SwarmWorld(FleetWorld):
         self._leaders: list[RankedLeader] = []
         self._inner_leaders: list[PrefillLeader | DecodeLeader] = []
         self.watches: dict[PrefillLeader | DecodeLeader, BlockWatch] = {}
-        """Leader -> watch of its blocks, for every life of a leader."""
+        """Leader -> watch of its blocks, for every process of a leader that ran."""
         self._num_events = 0
         self.too_long: set[str] = set()
         """Requests that can never be served."""
         self.submitted_s: dict[str, float] = {}
         """Request -> time of its arrival."""
         self._pulled_s: dict[Key, float] = {}
-        """Attempt -> time at which the front received that its KV is at its decode unit."""
+        """Attempt -> time at which the front first received Pulled: the decode unit has the KV."""
         super().__init__(
             scene.seed,
             scene.config,
@@ -154,7 +154,9 @@ class SwarmWorld(FleetWorld):
             self.hosts["front"].handle(submitted(one))
 
     def _stops(self, generation: Generation, random: Random) -> tuple[str, ...]:
-        """Return stop strings, mostly from the expected output: others would never be met."""
+        """Return two stop strings: one from the expected output, and a random one, which rarely occurs.
+        Empty without the feature "stop strings", and for 30 % of requests.
+        """
         if "stop strings" not in self.scene.on or random.random() < 0.3:
             return ()
         text = "".join(LETTERS[token] for token in expected_output(generation))
@@ -303,7 +305,9 @@ class SwarmWorld(FleetWorld):
         self.clock.after(delay_s, lambda: self._replace(name, new))
 
     def _replace(self, name: str, fingerprint: str) -> None:
-        """Restart a unit with other weights; after `until_s` with OTHER, so that all stay alike."""
+        """Restart a unit with the weights of `fingerprint`; from `until_s` on with those of OTHER, so
+        that all units stay alike.
+        """
         new = OTHER if self.clock.now() >= self.faults.until_s else fingerprint
         self.seen["units with other weights"] += self._fingerprint_of(name) != new
         self.unit_to_fingerprint[name] = new
@@ -513,7 +517,7 @@ class SwarmWorld(FleetWorld):
 def _of_a_tenant(scene: Scene, generation: Generation) -> Generation:
     """Return the generation with a drawn tenant: one with many requests, one with few, or a batch."""
     random = Random(f"{scene.seed} tenant {generation.request_id}")
-    # A batch's request that waits begins no more once the front drains.
+    # Once the front drains, a waiting request of a batch is never started.
     batch = "c" if "shutdown" in scene.on else "c/batch"
     tenant = random.choice(["a", "b", "b", "b", "c", batch])
     weight = 2.0 if tenant == "b" and scene.seed % 3 == 0 else 1.0

@@ -125,7 +125,9 @@ class Watch:
         return self.served[tenant] / self.weights[tenant]
 
     def bound(self, pair: tuple[str, str]) -> float:
-        """Return how far two waiting tenants' service may diverge; without weights, 2 max(...)."""
+        """Return how far two waiting tenants' service may diverge: the burst, and for each of the two
+        the larger of the longest prompt's cost and the cost of all placed tokens, over its weight.
+        """
         most = max(INPUT_COST * self.longest, OUTPUT_COST * self.most)
         return self.burst + sum(most / self.weights[tenant] for tenant in pair)
 
@@ -203,7 +205,7 @@ TIMES_ITS_SHARE = 20
 LEAST = 0.85
 MOST = 1.15
 STEP_S = 0.015
-"""Longest step, seconds: a step that computes another tenant's prompt is not aborted."""
+"""Longest step, seconds. A request may wait for one: a step with another tenant's prompt is not aborted."""
 NUM_TOGETHER = 4 if MORE else 2
 AT_ITS_SHARE = 929233319475
 """Seed of worlds in which another tenant happens to demand more than its share, too."""
@@ -317,7 +319,8 @@ def test_twenty_times_its_share_of_one_leaves_the_others_theirs(seed: int) -> No
     assert alone.flood == 0 < flooded.flood
     assert flooded.requeued > 0
     assert flooded.others >= LEAST * alone.others
-    # Only tenants below their share must be served soon: with as much service as the flood, they take turns.
+    # Only tenants below their share must be served soon: a tenant with as much service as the flood
+    # takes turns with it.
     assert num_below > 0.3 * len(flooded.waited_s)
     assert below_s <= MOST * alone.p95_ttft_s + STEP_S
     if seed == 1:

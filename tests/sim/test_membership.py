@@ -158,7 +158,9 @@ def strike(world: World, victim: RankHost, how: str) -> None:
 
 
 def latency_s(seed: int, how: str) -> tuple[float, float]:
-    """Return seconds from a fault in mid-step to (RankForm at survivors, the first step without the rank)."""
+    """Return seconds from a fault in mid-step until (all survivors have received a RankForm without the
+    rank, the unit steps again).
+    """
     world = make_world(seed, CALM)
     world.clock.run(30.0, world.are_whole)
     world.run(world.clock.now() + world.random.uniform(0.5, 1.5))

@@ -71,7 +71,8 @@ def test_a_stream_of_higher_priority_passes_and_does_not_starve(seed: int) -> No
     for priority in (0, 1):
         world = overloaded_world(Random(seed), seed, priority)
         ends_s[priority], waiting_s = end_of_low(world)
-        # Its turn came with requests that arrived `priority * AGE_S` later: no older one waits.
+        # The request of priority 0 had its turn together with requests that arrived
+        # `priority * AGE_S` later, so no request older than these waits.
         turn_s = LOW_AT_S + priority * AGE_S
         assert sum(arrived_s < turn_s - SLACK_S for arrived_s in waiting_s) == 0
         world.run_to_the_end(3000.0)

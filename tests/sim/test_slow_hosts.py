@@ -19,9 +19,11 @@ from tests.sim.world import World, is_whole
 pytestmark = pytest.mark.slow("units that step for a minute")
 UNIT = "decode-0"
 NOTICED_S = (NUM_STRETCHES + 2) * STRETCH_S
-"""Longest time until a slow host is noticed, seconds: the first stretch may not tell, the last may be long."""
+"""Longest time until a slow host is noticed, seconds: the first stretch of steps may not show it, and
+the last one may last long.
+"""
 LINK_S = 0.1
-"""Mean delay of a message over the slow link; a step takes a tenth of it elsewhere."""
+"""Mean delay of a message over the slow link, seconds; without it, a step takes a tenth of that."""
 LOOK_S = 0.25
 SLOW_FROM_S, SLOW_UNTIL_S = 5.0, 55.0
 GAP_S = 20.0

@@ -22,7 +22,7 @@ from tests.sim.world import World
 
 
 def some_seeds(num: int) -> list[int]:
-    """Return fixed seeds from 2 on, and fresh ones."""
+    """Return fixed seeds (0 to 11 at full sizes, else `num` from 2 on), and fresh ones."""
     fixed = range(12) if FULL else range(2, 2 + num)
     return [*fixed, *(fresh().randrange(2**40) for _ in range(NUM_SEEDS))]
 
@@ -40,7 +40,7 @@ class Watched:
         self.world = world
         self.num_resumed = 0
         self.num_found = 0
-        """Names that successors took over: those in a leader's first report to a front."""
+        """Number of block names that successors took over: those in a leader's first report to a front."""
 
     def run(self) -> None:
         self.world.run(0.2)
@@ -72,7 +72,7 @@ class Watched:
 @pytest.mark.campaign("more seeds")
 @pytest.mark.slow("seven worlds at `more`")
 def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
-    """Nearly all streams do; requests that were moving between ranks or units are retried."""
+    """Nearly all streams continue; requests that were moving between ranks or units are retried."""
     num_resumed = num_retries = 0
     for seed in some_seeds(2):
         watched = Watched(uneven_world(seed, is_calm=True), seed, 3, ["decode-0"])
@@ -84,7 +84,7 @@ def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
 
 @pytest.mark.campaign("more seeds")
 def test_what_is_named_in_prefill_is_found_by_the_next_leader() -> None:
-    """Names are compared with the block when reported, and tokens when they arrive."""
+    """The world compares each reported name with its block's content, and each token when it arrives."""
     num_found = 0
     for seed in some_seeds(3):
         watched = Watched(chats_world(seed, MEMORY, ranks=2, is_calm=True), seed, 3, ["prefill-0"])

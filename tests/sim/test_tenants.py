@@ -56,7 +56,8 @@ def times_s(
             world.submit(generation(f"flood-{number}", flood_of, 20, 100), 100)
 
     taken_s: list[float] = []
-    world.clock.at(0.4, ask)  # The tenant is known by then: it had requests before.
+    # The first request comes before the flood, so that the front already knows its tenant.
+    world.clock.at(0.4, ask)
     if is_flooded:
         world.clock.at(FLOOD_AT_S, flood)
     world.clock.run(3000.0, lambda: ended(world, begun_s))

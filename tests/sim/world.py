@@ -69,9 +69,9 @@ class Faults:
     engine_rate: float = 0.0
     """Share of steps and copies that fail."""
     crash_every_s: float = 0.0
-    """Mean time between deaths of units or ranks; 0: never."""
+    """Mean time between faults of units or ranks (deaths, or see `stuck_share`), seconds; 0: never."""
     stuck_share: float = 0.0
-    """Share of those deaths in which the process lives and does nothing."""
+    """Share of these faults that freeze a process or cut its links instead of killing it."""
     succession_share: float = 0.7
     """Share of leaders' deaths after which the ranks wait for a successor."""
     stage_rate: float = 0.0
@@ -90,7 +90,7 @@ RESTARTED = Faults(
 
 
 class World:
-    """One run. `pool_blocks`: blocks of each prefill and each decode unit, scratch included."""
+    """One simulated deployment. `pool_blocks`: blocks per rank of prefill and decode, scratch included."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class World:
         self.fingerprints: tuple[str, ...] = (FINGERPRINT,)
         """Fingerprints that units may have."""
         self.unit_to_fingerprint: dict[str, str] = {}
-        """Unit -> its fingerprint from its next start on, if it is not the first."""
+        """Unit -> its fingerprint from its next start on; for others, the first of `fingerprints`."""
         self.disk = (
             SimDisk(
                 self.clock, self.random, disk_blocks, disk_faults or DiskFaults(), self.names.verify
@@ -142,10 +142,11 @@ class World:
         self.draft_accept = 0.7
         """Share of decode's drafts that are right."""
         self.pass_s: float | None = None
+        """Reported seconds of a pass of a decode plan; None: the seconds of a step."""
         self.row_share = 0.0
-        """Extra time of a pass per row, as a share. `pass_s`: reported seconds of a pass; None: a step's."""
+        """Extra time of a pass per row, as a share of the pass."""
         self.engines: list[PrefillEngine | DecodeEngine] = []
-        """Engines of every life of a rank."""
+        """Engines of all processes that computed, ended ones included."""
         self._step_s = step_s
         self._pull_s = pull_s
         self._wire_s = wire_s
@@ -155,7 +156,7 @@ class World:
         """Messages that sockets keep for a dead process."""
         self._next_index: dict[tuple[int, int], int] = {}
         self._cut_lives: set[int] = set()
-        """Lives that ended before their last messages arrived: these messages are lost."""
+        """Lives (runs of a process) that ended before their last messages arrived: these are lost."""
         self.fabrics: dict[str, Fabric] = {}
         """Connections between the ranks of each unit with more than one process."""
         for name in process_names(config):
@@ -454,7 +455,7 @@ class World:
             judge.handle(Sighting(name, self.starving.waited_s(self.clock.now()), host.is_stuck))
 
     def _watch(self, life: int, message: AnyMessage) -> None:
-        """Check that a life sends the tokens of an attempt in order, and none after the last."""
+        """Check that one run of a process sends an attempt's tokens in order, and none after the last."""
         for attempt_id, index, _, finish in rows_of(message) if isinstance(message, Tokens) else ():
             key = (life, attempt_id)
             expected = self._next_index.get(key, index)
@@ -472,7 +473,7 @@ class World:
                     self.names.verify(block_name, pool.cells[block])  # type: ignore[union-attr]
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
-        """Deliver to the process that has the name now, maybe a later life than was meant."""
+        """Deliver to the process that has the name now, maybe a later run than the sender meant."""
         host = self.hosts.get(to)
         if life in self._cut_lives:
             return
