@@ -38,7 +38,7 @@ _ALIKE: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
     "n_shared_experts": 1,
 }
-"""Fields that most other models share."""
+"""Fields that most models besides DeepSeek's own share."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": _V3,
@@ -179,7 +179,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 for _name in ("JoyAI-LLM-Flash", "GLM-4.7-Flash"):
-    # These files omit the fields; GLM's names the first one differently.
+    # These two files omit moe_layer_freq. GLM's omits two more fields: it has mlp_layer_types instead
+    # of first_k_dense_replace.
     del CONFIGS[_name]["moe_layer_freq"]
 del CONFIGS["GLM-4.7-Flash"]["first_k_dense_replace"]
 del CONFIGS["GLM-4.7-Flash"]["scoring_func"]
@@ -194,8 +195,8 @@ _DIVISORS = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
-    # With few heads all may give 0 at many positions: among equal scores torch.topk, which
-    # transformers calls, takes any.
+    # With few indexer heads, all heads may score 0 at many positions; among equal scores torch.topk,
+    # which transformers calls, takes any.
     "index_n_heads": 4,
     "index_head_dim": 5,
     "index_topk": 128,
@@ -203,7 +204,9 @@ _DIVISORS = {
 
 
 def small(name: str) -> dict[str, Any]:
-    """Return the model's config with dimensions reduced in proportion; all other fields are unchanged."""
+    """Return the model's config with reduced dimensions, heads, layers, context and scale blocks, and
+    with 0 and 1 as begin and end ids; all other fields are unchanged.
+    """
     config = dict(CONFIGS[name])
     for field, divisor in _DIVISORS.items():
         if config.get(field) is not None:

@@ -36,8 +36,8 @@ def fresh() -> Random:
 
 
 def seeds(num: int, num_more: int, num_full: int = 0) -> list[object]:
-    """Return a test's seeds: those below `num` in `make test`; below `num_more`, and NUM_SEEDS fresh
-    ones, in `make test-more`; below `num_full` as well in `make test-all`.
+    """Return a test's seeds: in `make test` those below `num`; in `make test-more` the next ones, below
+    `num_more`, and NUM_SEEDS fresh ones; in `make test-all` all of these and those below `num_full`.
     """
     more, new = pytest.mark.more("further seeds"), pytest.mark.campaign("fresh seeds")
     random = _generator(sys._getframe(1))

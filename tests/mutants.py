@@ -70,7 +70,9 @@ LIVE = ("test_openai_client.py", "test_malformed.py", "test_handover.py", "test_
 TIMED = ("runtime", "gateway")
 """Rooms with tests that depend on clocks and start processes."""
 SLOWER = 5
-"""A test counts as hanging after SLOWER times its duration without a mutant."""
+"""A run of tests counts as hanging after START_S, one test's timeout, and SLOWER times the tests'
+duration without a mutant.
+"""
 START_S = 60.0
 """Seconds allowed for the rest of a pytest run, besides the tests."""
 LEARNING_S = 3600.0
@@ -132,8 +134,9 @@ class Copy:
         is_first: bool = True,
         file_s: float = NEVER_S,
     ) -> Outcome:
-        """Run `tests`, or all tests of the files if None, and stop at the first failure. `file_s`:
-        seconds after which the rest of a file is skipped.
+        """Run `tests` and stop at the first failure; if None, run all tests of the files to the end.
+        `limit_s`: seconds after which the run is killed. `file_s`: seconds after which the rest of a
+        file is skipped.
         """
         shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)
         shutil.rmtree(self.folder / "src" / f"{PROBE}.hits", ignore_errors=True)

@@ -317,7 +317,7 @@ def _is_equality(test: ast.expr) -> bool:
 
 
 def _is_text(value: ast.expr) -> bool:
-    """Return whether a value is a text or a list. Changing + to - on either would fail any test."""
+    """Return whether a value is a text, a list or a tuple. Changing + to - on these would fail any test."""
     if isinstance(value, ast.JoinedStr | ast.List | ast.ListComp | ast.Tuple):
         return True
     return isinstance(value, ast.Constant) and isinstance(value.value, str | bytes)

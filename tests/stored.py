@@ -14,7 +14,8 @@ BLOCK = 128
 
 def stored(values_NK: Tensor, kind: str = "fp32") -> Matrix:
     """Return the matrix in this form; its `dense()` returns the values with the form's loss of precision."""
-    if kind.startswith("fp32"):  # Rounded inputs: like weights with scales of other blocks.
+    # "fp32 rounding its inputs" is the form of FP8 weights with scales of other blocks once loaded.
+    if kind.startswith("fp32"):
         return Matrix(values_NK, is_rounding_inputs=kind != "fp32")
     if kind == "bf16":
         return Matrix(values_NK.bfloat16())

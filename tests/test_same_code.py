@@ -119,8 +119,8 @@ DIRECT = {
     ("expert_loads", "experts.balance.Cluster"): SPREAD,
     ("expert_loads", "experts.balance.ExpertPlan"): SPREAD,
 }
-"""(module of sim/, class or function of policy/) used without a role -> reason. Constants and types
-may be used freely.
+"""(module of lab/sim, class or function of policy) used without a role -> reason. Constants, and
+imports for type checkers alone, need no entry.
 """
 
 DECIDES = (
@@ -138,7 +138,9 @@ DECIDES = (
 )
 """First words of a decision's name."""
 NOT_DECIDED: dict[str, str] = {}
-"""Function in sim/ with such a name -> why it decides nothing that serves."""
+"""Function of lab/sim with a name that begins with one of DECIDES -> why it decides nothing that the
+server decides.
+"""
 ROLES = (
     "front.front.Front",
     "prefill.leader.PrefillLeader",
@@ -229,8 +231,8 @@ def unlike(tree: Tree, room: str) -> tuple[set[str], set[str]]:
 
 
 def direct(tree: Tree) -> set[tuple[str, str]]:
-    """Return (module of sim/, class or function of policy/) for all its imports. An imported module
-    of policy/ counts as one.
+    """Return (module of lab/sim, class or function of policy) for all run-time imports of lab/sim from
+    policy. An imported module of policy counts like a function.
     """
     found = set()
     for module in tree.room("lab.sim"):
@@ -254,7 +256,7 @@ def direct(tree: Tree) -> set[tuple[str, str]]:
 
 
 def decided_again(tree: Tree) -> set[str]:
-    """Return names in sim/ that equal a name in roles/ or policy/, or that sound like a decision."""
+    """Return names in lab/sim that equal a name in roles or policy, or that sound like a decision."""
     deciding = [*tree.room("roles"), *tree.room("policy")]
     taken = {
         name for module in deciding for name in tree.defined(module) if not name.startswith("_")

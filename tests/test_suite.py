@@ -199,7 +199,7 @@ def test_a_folder_far_above_its_budget_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_folder_of_tests_has_a_budget() -> None:
-    """A folder that is renamed takes its budget along: without one, it could never be above it."""
+    """A renamed folder needs its budget under the new name: without a budget, it could never exceed it."""
     tests = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
     folders = {folder_of(str(path)) for path in tests} | {"collection"}
     units = tomllib.loads(PATH.read_text())["units"]

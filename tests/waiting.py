@@ -19,7 +19,7 @@ T = TypeVar("T")
 DEADLINE_S = 600.0
 """Time after which a wait counts as hanging. Below pytest's timeout, so that the message names it."""
 _FIRST_PERIOD_S, _LAST_PERIOD_S = 0.0005, 0.01
-"""First and longest pause between two checks; a condition that is true soon is noticed soon."""
+"""First and longest pause between two checks, seconds; a condition that is true soon is noticed soon."""
 
 
 class Hang(AssertionError):
@@ -45,7 +45,9 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLI
 async def wait_for(
     condition: Callable[[], T | Awaitable[T]], what: str, deadline_s: float = DEADLINE_S
 ) -> T:
-    """Like `wait_until`, in a coroutine; `condition` may be a coroutine function too."""
+    """Return the first true value of `condition`, a function or coroutine function. Raises Hang, which
+    names `what`, at the deadline.
+    """
     until_s, period_s = time.monotonic() + deadline_s, _FIRST_PERIOD_S
     while True:
         value = condition()

@@ -120,7 +120,9 @@ class Missing(RuntimeError):
 def _called(
     *command: str | Path, cwd: Path | None = None, timeout_s: float, **env: str
 ) -> tuple[int, str, str]:
-    """Run a command to its end or its deadline; return its exit status, output and errors."""
+    """Run a command to its end or its deadline; return its exit status (124 at the deadline), output
+    and errors.
+    """
     try:
         done = subprocess.run(
             [str(part) for part in command],

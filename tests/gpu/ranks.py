@@ -28,7 +28,7 @@ NUM_STEPS = 3
 def run_ranks(
     folder: Path, device: str, dispatch_format: str, prompts: list[list[int]]
 ) -> dict[str, Tensor]:
-    """Return logits [steps, prompts, V] by schedule and mode."""
+    """Return "MODE SCHEDULE" -> logits [1 + NUM_STEPS, prompts, V]: of prefill, then of each decode step."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
@@ -110,7 +110,7 @@ def _model(group: TorchGroup, device: str, dispatch_format: str, mode: str) -> D
 
 def _work(model: DeepseekV3, prompts: list[list[int]], schedule: Schedule) -> Tensor:
     """Prefill two prompts, each cut between the micro-batches, then decode in two micro-batches.
-    Return logits [steps, 2, V] on the CPU.
+    Return logits [1 + NUM_STEPS, 2, V] on the CPU.
     """
     assert len(prompts) == 2
     device = model.cache.cache_PLSD.device

@@ -17,8 +17,8 @@ pytestmark = [
 
 
 def test_blocks_go_to_the_pool_and_come_back() -> None:
-    """Check order: published bytes are there when `publish` returns, fetched ones before the
-    device's next work.
+    """Check order: published bytes are in the pool when `publish` returns, and fetched bytes are in
+    the cache before the device's next work.
     """
     config = read_model_config(model_folder(""))
     memory = bytearray(block_bytes(config) * 40)

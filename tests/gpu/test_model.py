@@ -30,7 +30,7 @@ pytestmark = [
 
 DEVICE = "cuda"
 TOLERANCE = 2e-3
-"""Largest difference of logits in FP32, TF32 off: sums in another order through four layers. Logits
+"""Largest difference of logits in FP32, TF32 off: sums in another order through five layers. Logits
 spread over several units.
 """
 NUM_STEPS = 3

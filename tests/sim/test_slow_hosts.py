@@ -19,8 +19,8 @@ from tests.sim.world import World, is_whole
 pytestmark = pytest.mark.slow("units that step for a minute")
 UNIT = "decode-0"
 NOTICED_S = (NUM_STRETCHES + 2) * STRETCH_S
-"""Longest time until a slow host is noticed, seconds: the first stretch of steps may not show it, and
-the last one may last long.
+"""Longest time until a slow host is noticed, seconds: the first stretch of STRETCH_S may not show it,
+and the last one may last longer.
 """
 LINK_S = 0.1
 """Mean delay of a message over the slow link, seconds; without it, a step takes a tenth of that."""

@@ -33,8 +33,9 @@ class Budget:
     """Budgets of one level: folder -> units."""
 
     SLACK: ClassVar[float] = 3.0
-    """Factor above its budget from which a folder counts as over it. Unchanged code took up to 2.3
-    times its budget on a machine where other work shared caches and memory: the loop slows less.
+    """Multiple of its budget above which a folder counts as over it. Unchanged code took up to 2.3
+    times its budget on a machine where other work shared caches and memory, which slows the loop
+    less than tests.
     """
 
     def __init__(self, level: str) -> None:

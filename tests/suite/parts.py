@@ -103,7 +103,8 @@ class Running:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # A background shell has SIGINT ignored.
+                # A shell that runs the suite in the background ignores SIGINT, and the child would
+                # inherit that.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 

@@ -24,7 +24,9 @@ from tests.suite.language import ROOT, docstring
 def first_difference(
     before: str, after: str, *, may_differ_in_messages: bool = False
 ) -> str | None:
-    """Return the first line that differs in the dumps of two modules without docstrings, as "old -> new"."""
+    """Return the first line that differs in the dumps of two modules without docstrings, as
+    "old -> new"; None if the dumps are equal.
+    """
     trees = [_WithoutTexts().visit(ast.parse(source)) for source in (before, after)]
     if may_differ_in_messages:
         trees = [_WithoutMessages().visit(tree) for tree in trees]

@@ -203,7 +203,7 @@ def batches() -> str:
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
     )
-    # Whoever started this ends it where that takes too long.
+    # If the batch takes too long, the process that runs this script ends it.
     while batch.status not in ("completed", "failed", "expired", "cancelled"):
         time.sleep(0.2)
         batch = client.batches.retrieve(batch.id)

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from importlib.metadata import version as version  # For the scripts.
+from importlib.metadata import version as version  # Scripts call it as trial.version.
 
 from pydantic import BaseModel
 
@@ -76,10 +76,10 @@ def digits(text: object) -> str:
 
 
 def expect(holds: object, seen: object) -> str:
-    """Return `seen` as text, shortened, if `holds` is true.
+    """Return the first 120 characters of `seen` as text if `holds` is true.
 
     Raises:
-        AssertionError: It is not; the text has `seen`.
+        AssertionError: `holds` is false; the message has that text.
     """
     text = " ".join(str(seen).split())[:120]
     if not holds:
