@@ -82,7 +82,9 @@ _LEFT_OUT = (".git", ".venv", ".peers", ".pytest_cache", ".mypy_cache", ".ruff_c
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command."""
+    """Limits in seconds: `cap_s` for the tests of a mutant in one scope, `file_s` for the tests of a
+    file to learn from, `timeout_s` for one test.
+    """
 
     cap_s: float
     file_s: float
@@ -591,7 +593,8 @@ def _killers(name_to_run: dict[str, Any]) -> dict[int, str]:
 def main(arguments: list[str]) -> int:
     """Run the command. Returns 0 once all mutants were tried: a survivor is a finding, not an error."""
     asked = _options(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ends children.
+    # SystemExit passes through the blocks that end child processes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     checkouts = [path.resolve() for path in asked.checkout or [ROOT]]
     console = Console(width=None if sys.stdout.isatty() else 200)
     state: dict[str, Any] = {"runs": {}}

@@ -76,7 +76,7 @@ LESS = {
 }
 """Type -> fields of that type that a reply may lack."""
 ECHOED = {("Response", "tools"), ("Response", "tool_choice"), ("ResponseItemList", "data")}
-"""(type, field) in which a reply repeats its client's data."""
+"""(type, field) in which a reply repeats its client's data, which is not checked."""
 
 
 def read(name: str, fields: Any, *, is_event: bool = False) -> Any:

@@ -1,6 +1,7 @@
-"""Decide whether two answers to one request may differ. Recomputed logits differ in their last
-bits, so a draw beside the border of two tokens may fall on its other side. Where two experts score
-nearly the same, the last bits choose between them, and the border itself moves by about 0.01.
+"""Decide whether two answers to one request may differ. A token is drawn by a random number: each
+token has a range of cumulative probability. Recomputed logits differ in their last bits, so a
+number beside the border of two ranges may fall on its other side. Where two experts score nearly
+the same, the last bits choose between them, and the border itself moves by about 0.01.
 
     body --the gateway's own code--> the generations sent to ranks --the plain loop, exact and with NOISE-->
     logits of the common beginning --bias, penalties, mask, temperature--> the tokens within EDGE of the draw
@@ -45,8 +46,8 @@ COMPLETIONS = "/v1/completions"
 def beside_a_border(
     folder: Path, path: str, body: dict[str, Any], ours: list[Any], theirs: list[Any]
 ) -> bool:
-    """Return whether each differing choice first differs in two tokens that share a border. False if
-    one text is a prefix of the other.
+    """Return whether the first two tokens that differ lie beside the draw, in each differing choice.
+    False if one text is a prefix of the other.
     """
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         pairs = list(zip(one["token_ids"], other["token_ids"], strict=False))

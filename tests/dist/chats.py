@@ -43,7 +43,9 @@ FIRST = (
     (127, 1),
     (129, 1),
 )
-"""(tokens, index of the system prompt) of each chat's first prompt, in rotation. 0: natural length."""
+"""(tokens, index of the system prompt) of each chat's first prompt, in rotation. 0 tokens: only the
+system prompt and a question, without text that fills it up to a length.
+"""
 QUESTION_TOKENS = 32
 """Longest question in a prompt of a given length, in tokens."""
 MAX_QUESTION_TOKENS = 128
@@ -63,7 +65,7 @@ class Answer:
 
 
 class ChatMaker:
-    """Draws chats and answers them with `weights`. Equal seeds and numbers of chats give equal chats."""
+    """Maker of chats, answered with `weights`. Equal seeds and numbers of chats give equal chats."""
 
     def __init__(self, seed: int, weights: ModelWeights | None = None) -> None:
         folder = model_folder("")
@@ -95,8 +97,8 @@ class ChatMaker:
     def chats(
         self, num_chats: int, num_turns: int = NUM_TURNS, max_tokens: int = MAX_TOKENS
     ) -> list[Chat]:
-        """Return chats with the answers of the plain single-request loop. Fewer chats, or
-        fewer turns up to NUM_TURNS, are a prefix of more.
+        """Return chats with the answers of the plain single-request loop. With one seed, fewer chats
+        are the first ones of more, and so are turns if no chat has more than NUM_TURNS.
         """
         return [self._chat(number, num_turns, max_tokens) for number in range(num_chats)]
 

@@ -3,8 +3,8 @@
 A live unit moves experts and requests where the seconds gained exceed the seconds spent. Both are
 measured on this machine, so whether anything moves depends on how busy it is. Here each step's
 expert time is so large that every gain pays, chance gains included. Loads are counted as often as a
-prefill unit counts them, and moves of requests use the terms of an unmeasured unit. Loads,
-placements, installations and moves are the server's own.
+prefill unit counts them, and moves of requests use the terms of a unit that has measured nothing
+yet. Loads, placements, installations and moves are the server's own.
 
     start_server(environment=eager.ENVIRONMENT)
 """
@@ -25,7 +25,7 @@ from hadal.roles.experts.gain import PREFILL_TERMS
 VARIABLE = "HADAL_TEST_EAGER"
 ENVIRONMENT: Mapping[str, str] = {VARIABLE: "1"}
 _GROWING_S = 1.0
-"""Seconds per step of one MoE layer's experts."""
+"""Assumed time per step of one MoE layer's experts, seconds."""
 EAGER_TERMS = replace(PREFILL_TERMS, num_sigmas=0.0, gain_min=0.0, rest_intervals=1)
 """Any gain is enough, chance gains included, and a layer may be balanced again at once."""
 

@@ -49,7 +49,7 @@ MAX_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Way:
-    """Settings of a unit that must change no token."""
+    """Settings of a unit. All except `dispatch_format` must change no token."""
 
     num_redundant: int = 0
     mode: str = "normal"

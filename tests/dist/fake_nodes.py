@@ -1,8 +1,8 @@
 """A Ray cluster of many nodes on one host: one raylet per node, with eight GPUs that do not exist.
 
 The head is a normal one. On the other nodes a shell script replaces the two processes that Ray runs
-beside a raylet (the agents for its dashboard and for environments, 120 MB of Python per node). It
-reports that it has no ports. A node then takes 14 MB, plus a process for each actor on it.
+beside a raylet (the agents for its dashboard and for environments, 120 MB of Python per node). The
+script reports that it has no ports. A node then takes 14 MB, plus a process for each actor on it.
 
     python -m tests.dist.fake_nodes ADDRESS PORT NUM_NODES
 

@@ -48,7 +48,7 @@ class Gate:
             self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
 
     def hold(self, kind: int, after: int = 0) -> None:
-        """Hold each unit of a kind after `after` more steps."""
+        """Hold each unit of a kind (PREFILL or DECODE) after `after` more steps."""
         self._set(kind, after)
 
     def stepping(self, kind: int, condition: Callable[[], bool]) -> Callable[[], bool]:

@@ -258,7 +258,9 @@ def test_a_batch_that_cannot_be_is_refused(
 
 @LIVE
 def test_a_cancelled_batch_keeps_what_was_answered(server: Server) -> None:
-    """More lines than run at once: short ones finish, and the gate holds the rest."""
+    """The batch has more lines than run at once. Short lines finish; the gate holds the other ones
+    until the batch is cancelled.
+    """
     client = client_of(server)
     server.gate.hold(gate.DECODE, after=60)
     lines = [line(f"r{n}", ignore_eos=True, max_tokens=300 if n % 8 else 5) for n in range(40)]
@@ -276,7 +278,7 @@ def test_a_cancelled_batch_keeps_what_was_answered(server: Server) -> None:
 
 @LIVE
 def test_others_are_served_before_a_batch_and_it_ends(server: Server) -> None:
-    """The cost to other requests is decided by roles/front (tests/unit/roles/front/test_front.py)."""
+    """tests/unit/roles/front/test_front.py tests how much a batch costs other requests."""
     client, bob = client_of(server), client_of(server, "sk-bob")
 
     def num_now(state: str = "") -> float:
@@ -322,7 +324,9 @@ def test_a_budget_is_kept_at_the_batch_price(server: Server) -> None:
 
 @LIVE
 def test_what_never_fits_is_an_error_and_the_rest_goes_on(twofold: Server) -> None:
-    """One line asks for more choices than there are prefill ranks. Two lines can never be admitted."""
+    """One line of each tenant can never be admitted; the other line finishes. One of the lines that
+    finish asks for more choices than there are prefill ranks.
+    """
     dave, carol = (client_of(twofold, key, max_retries=10) for key in ("sk-dave", "sk-carol"))
     long = " and ".join(["one"] * 60)
     of_dave = create(dave, [line("long", long), line("short", "Hi")])

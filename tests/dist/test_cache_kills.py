@@ -35,7 +35,7 @@ from tests.waiting import DEADLINE_S, wait_until
 NUM_ROOMY, NUM_TIGHT = (100, 100) if FULL else (2, 1)
 NUM_CHATS = 24 if FULL else 8
 NUM_ASKED_AGAIN = 4
-"""Chats of the previous round's tenant."""
+"""Number of chats that a round repeats for the previous round's tenant."""
 CONCURRENCY = 8
 MAX_LOOKS = 60
 """Maximum number of scans of the folder before the kill."""

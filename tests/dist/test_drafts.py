@@ -36,7 +36,7 @@ MORE = pytest.mark.more("another way to serve; one rank is in `make test`")
 SLOW = pytest.mark.slow("steps in halves on six ranks")
 CONCURRENCY = 24
 POINT = 0.01
-"""Largest difference between the share of right drafts and the offline measure."""
+"""Largest difference between a server's share of right drafts and `expected_share`."""
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +131,8 @@ def share_right(server: Server, cases: list[Case], strike: Strike | None = None)
 
 @functools.cache
 def expected_share(cases: tuple[Case, ...]) -> float:
-    """Return the offline share of right drafts. It counts only drafts that a step with one draft
-    checks: after a right draft the next position has none.
+    """Return the share of right drafts, computed without a server. It counts only drafts that a step
+    with one draft checks: after a right draft the next position has none.
     """
     weights = load_weights(model_folder(""), held=AS_STORED, with_mtp=True)
     config = weights.config

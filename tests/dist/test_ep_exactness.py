@@ -1,5 +1,5 @@
-"""Expert parallelism changes when a token arrives, never which: widths, placements, schedules,
-modes and dispatch formats.
+"""Expert parallelism changes when a token arrives, never which. Tested: widths, placements,
+schedules, modes and dispatch formats.
 
 With FP32 dispatch every deployment gives the tokens of the plain single-request loop. FP8 dispatch
 and BF16 combine round activations, so tokens may differ from the loop's. They are equal for every

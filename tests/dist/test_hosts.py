@@ -109,7 +109,7 @@ class Deployed:
             self.hosts.gate.open()
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition. Start Ray nodes that have ended again, as systemd or Kubernetes does:
+        """Wait for a condition, and restart Ray nodes that have ended, as systemd or Kubernetes does:
         Ray abandons a node that takes 30 s to start, and a node that Ray has declared dead ends.
         """
 

@@ -82,8 +82,8 @@ async def ask(client: httpx.AsyncClient, model: str, stream: bool, **fields: Any
 
 
 def leave_in_the_middle(server: Server, model: str, after: int) -> tuple[str, int]:
-    """Disconnect once `after` tokens are received; the gate holds the request MORE_TOKENS later. Return
-    the reply's id, and the number of tokens received.
+    """Disconnect once `after` tokens are received; the gate holds the request MORE_TOKENS tokens later.
+    Return the reply's id, and the number of tokens received.
     """
     settle(server)  # Otherwise the gate could count a step of an earlier request.
     server.gate.hold(gate.DECODE, after + MORE_TOKENS - 1)  # Prefill makes the first token.

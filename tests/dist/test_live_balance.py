@@ -47,7 +47,7 @@ NUM_KILLS = 20 if FULL else 1
 NUM_SKEWED = 3
 """Number of different prompts in use at a time while ranks die. Few prompts skew the experts' loads."""
 NUM_ANSWERS = 2 * NUM_CLIENTS
-"""Answers after which the next prompts are sent."""
+"""Number of answers after which the next group of prompts is sent."""
 ABANDONED = "keeps its placement: the formation is over"
 PATIENT: dict[str, Any] = {**RANKED, "rank_timeout_s": 60.0, "unit_timeout_s": 90.0}
 """Deployment in which no process is replaced, however busy the machine is."""

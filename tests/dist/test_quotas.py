@@ -223,8 +223,8 @@ NUM_FLOOD, NUM_OTHER, NUM_OUT = 40, 4, 12
 def test_a_flood_has_its_share_and_no_more_while_others_wait(
     borrow: StartServer, folder: Path
 ) -> None:
-    """Counts service, not seconds: 40 requests of one tenant stand before 4 of each of three
-    others, for 4 slots, and all are queued before a slot is free.
+    """The test counts served requests, not seconds. 40 requests of one tenant wait for 4 slots,
+    before 4 requests of each of three other tenants. All wait before a slot becomes free.
     """
     path, others = folder / "keys.txt", ("sk-a", "sk-b", "sk-c")
     flood = keys_command(path, "add", "flood")
@@ -258,7 +258,8 @@ def test_a_flood_has_its_share_and_no_more_while_others_wait(
     wait_for_rows(ledger, num_all)
     tenants = [name for (name,) in rows(ledger, ORDER)]
     last = max(at for at, name in enumerate(tenants) if name != "flood")
-    # Its quarter of the slots, plus requests that began before the others arrived, in prefill too.
+    # The flood gets a quarter of the slots. In prefill and decode, some of its requests began before
+    # the other tenants' requests arrived.
     had = tenants[:last].count("flood")
     print("the flood had", had, "and each other", NUM_OTHER)
     assert had <= 4 * NUM_OTHER

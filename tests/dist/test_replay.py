@@ -63,7 +63,7 @@ def test_the_same_decisions_in_the_same_order(start_server: StartServer, folder:
     assert report.num_processes == 3
     assert report.events["Submit"] == NUM_REQUESTS
     assert report.decisions["Prefill"] >= NUM_REQUESTS
-    assert report.decisions["Execute"] > 0  # Once per plan of several passes.
+    assert report.decisions["Execute"] > 0  # One per plan; a plan may have several passes.
     assert report.decisions["Deliver"] > NUM_REQUESTS
     done = CliRunner().invoke(app, ["replay", str(folder), "--json"])
     assert done.exit_code == 0, done.stderr

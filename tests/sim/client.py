@@ -19,7 +19,7 @@ class Client:
     received: list[int] = field(default_factory=list)
     final: Deliver | None = None
     is_lost: bool = False
-    """True if the front that held it died, which broke the stream."""
+    """True if the front that served the stream died, which broke the stream."""
 
     def take(self, effect: Deliver) -> None:
         assert self.final is None, f"{effect.request_id}: something came after the end"

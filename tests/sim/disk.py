@@ -58,7 +58,7 @@ class SimDisk:
         faults: DiskFaults,
         verify: Callable[[bytes, Cells], None],
     ) -> None:
-        """`verify` is called for each block that is written."""
+        """`verify` is called with the name and the cells of each block that is written."""
         self.faults = faults
         self.name_to_location: dict[bytes, DiskLocation] = {}
         """Name -> location, in the order of writing."""

@@ -235,7 +235,7 @@ class FleetWorld(World):
 
 
 def fleet_world(seed: int) -> FleetWorld:
-    """Return a world in which the fleet grows and shrinks several times; from calm to faulty."""
+    """Return a world in which the fleet grows and shrinks several times, in some seeds with faults."""
     random = Random(f"fleet {seed}")
     bundle = random.choice([(0, 0), (0, 0), (1, 1), (2, 1)])
     config = deployment(

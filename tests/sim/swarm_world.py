@@ -44,7 +44,7 @@ from tests.sim.world import is_whole, process_names, submitted
 
 UNIX_S = 1_700_000_000.0
 NUM_EVENTS_MAX = 2_000_000
-"""Maximum number of events of one world: 100x the longest known world. More are an endless loop."""
+"""Maximum number of events of one world: 100x the longest known world. With more, a role loops for ever."""
 NEAR = 1e-6
 FAULTS_SEEN = (
     "all deaths",
