@@ -127,6 +127,7 @@ class Watch:
     def bound(self, pair: tuple[str, str]) -> float:
         """Return how far two waiting tenants' service may diverge: the burst, and for each of the two
         the larger of the longest prompt's cost and the cost of all placed tokens, over its weight.
+        With weights of 1 that is policy/fairness's 2 max(L, 2 M) and the burst.
         """
         most = max(INPUT_COST * self.longest, OUTPUT_COST * self.most)
         return self.burst + sum(most / self.weights[tenant] for tenant in pair)
