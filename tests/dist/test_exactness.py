@@ -132,7 +132,7 @@ async def ask_as(server: Server, key: str, bodies: list[dict[str, Any]]) -> list
 def test_a_flood_gives_way(borrow: StartServer, cases: list[Case]) -> None:
     keys = flood, other = "flood", "other"
     slots = {"max_requests": NUM_SLOTS}
-    # The flood is sent at once, and each tenant may fill half of the queue.
+    # The flood is sent at once. While both tenants wait, each may fill half of the queue.
     limits = {"max_queued": 8 * len(cases)}
     server = borrow(*with_keys(*keys), decode=slots, chunk_tokens=CHUNK_TOKENS, limits=limits)
     num = functools.partial(metric, server, key=AUDITOR)

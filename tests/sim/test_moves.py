@@ -21,7 +21,7 @@ from tests.sim.test_world import run_seed
 from tests.sim.world import World
 
 PAIR_SEEDS = range(20) if MORE else (3, 5)
-"""Seeds of pairs of worlds, with moves and without."""
+"""Seeds of pairs of worlds, with moves and without; in `make test` the two in which moves gain most."""
 
 
 class Watch:

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".pytest_cache"
 MAX_WORKERS = 8
 MAX_LIVE_WORKERS = 4
-"""Maximum number of workers of the live part. Each has servers of up to eight processes."""
+"""Maximum number of workers of the live part. Each has servers of five to about ten processes."""
 SOME_FAILED, NOTHING_TO_RUN = 1, 5
-"""pytest's exit codes for failed tests and for a run without tests."""
+"""pytest's exit codes: a test failed; the options and paths left no test to run."""
 END_S = 60.0
 """Seconds that an interrupted part has to end its servers."""
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
