@@ -141,7 +141,9 @@ def draw_words(rng: Random) -> str:
 
 
 def write_templates(rng: Random, folder: Path) -> None:
-    """Write one to three templates where transformers looks for them."""
+    """Write templates under one to three names where transformers looks for them: in
+    tokenizer_config.json, and sometimes also in files of their own, which differ.
+    """
     path = folder / "tokenizer_config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for each in ("chat_template.jinja", "chat_template.json"):

@@ -87,7 +87,9 @@ def _bare() -> str:
 
 
 def draw_folder(rng: Random, folder: Path) -> list[str]:
-    """Write a tokenizer's files, and return texts of its added tokens."""
+    """Write a random tokenizer's files in place of those in the folder, and return texts of its
+    added tokens.
+    """
     for old in folder.iterdir():
         old.unlink()
     fields: dict[str, Any] = json.loads(_bare())

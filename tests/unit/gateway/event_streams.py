@@ -7,7 +7,9 @@ from typing import Any
 
 
 def named_events(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON of every event but keep-alive comments. An event's name must be its type."""
+    """Return the JSON of every event except pings. Keep-alive comments are skipped too. An event's
+    name must be its type.
+    """
     events = []
     assert data.endswith(b"\n\n")
     for block in data.decode().split("\n\n")[:-1]:
@@ -22,8 +24,8 @@ def named_events(data: bytes) -> list[dict[str, Any]]:
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that events of /v1/messages add up to. One block must follow the other:
-    clients rely on that order.
+    """Return the message that events of /v1/messages add up to. A block must end before the next
+    one begins: clients rely on that order.
     """
     first, *others, delta, last = events
     assert (first["type"], delta["type"], last["type"]) == (

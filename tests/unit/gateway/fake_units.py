@@ -153,8 +153,8 @@ class FakeUnits:
             self._say(PrefillDone("prefill-0", token, lease, cached, scores=scores))
 
     def _cached(self, generation: Generation) -> int:
-        """Return the number of cached positions: whole blocks, never the last one. Cache the
-        prompt.
+        """Return the number of cached positions, and put the prompt's blocks into the cache. Only
+        whole blocks count, and the last position never does.
         """
         num_tokens = len(generation.prompt) + len(generation.output)
         names = list(split(generation.chain))

@@ -33,7 +33,9 @@ _CORPUS = [
 
 
 def tokenizer_fields(*, think_tokens: bool = True) -> dict:
-    """Return the content of a tokenizer.json. Without `think_tokens`, "<think>" is spelled out."""
+    """Return the content of a tokenizer.json. Without `think_tokens`, "<think>" is no token of its
+    own.
+    """
     return json.loads(_tokenizer_json(think_tokens))
 
 

@@ -22,7 +22,7 @@ TEXT = "Easy.</think>\n\nThe answer is 4. 🙂"
 async def scene(
     model: ServedModel, text: str = TEXT, *, then_stop: bool = True, **options: Any
 ) -> AsyncIterator[World]:
-    """Yield a fresh world, and wait at its end until it holds nothing."""
+    """Yield a fresh world, and wait at the end of the block until no request is open in it."""
     async with world(model, spell(model, text, then_stop=then_stop), **options) as it:
         yield it
         await it.settle()

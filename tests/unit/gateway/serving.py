@@ -31,7 +31,9 @@ class Serving:
 def serving(
     model: ServedModel, script: Script, *, port: int = 0, **options: Any
 ) -> Iterator[Serving]:
-    """Serve until the block ends; all requests must have ended then. `port` 0: any free port."""
+    """Yield a server that runs until the block ends. At the end, wait until no request is open.
+    `port` 0: any free port.
+    """
     listener = socket.create_server(("127.0.0.1", port))
     address = listener.getsockname()
     ready = threading.Event()

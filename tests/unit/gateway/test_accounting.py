@@ -65,7 +65,9 @@ class List:
 async def booked(
     model: ServedModel, script: Script, **options: Any
 ) -> AsyncIterator[tuple[World, List]]:
-    """Yield a world and the sink of its facts. The world must be empty at its end."""
+    """Yield a world and the sink of its facts. At the end, wait until no request is open, and
+    compare the facts with the metrics.
+    """
     sink = List()
     deployment = Deployment(
         model="x", ledger=LedgerConfig(prices=PRICES), prefill=UnitsConfig(ranks=2)
@@ -344,7 +346,9 @@ class UnixClock:
 
 
 def test_units_are_followed_from_their_coming_to_their_end() -> None:
-    """Each life of a unit is an interval of its own; a unit may fill a fraction of a node."""
+    """Each run of a unit's process (epoch) is a fact of its own. A unit may fill a fraction of a
+    node.
+    """
     sink, clock, up = List(), UnixClock(), dict[str, Unit]()
     deployment = Deployment(
         model="x",

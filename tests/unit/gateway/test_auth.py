@@ -1,4 +1,4 @@
-"""Bearer tokens."""
+"""API keys in Authorization headers: which headers are accepted, and the rights of a key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_without_keys_everybody_is_let_in() -> None:
     ],
 )
 def test_known_keys(header: str, key: str) -> None:
-    """The last header is how UTF-8 arrives. Each key is a tenant with its own salt."""
+    """The last header has a key's UTF-8 bytes, read as Latin-1 as servers read headers. Each key is
+    a tenant with its own salt.
+    """
     assert Keys(("one", "two", "kéy")).check(header) == Tenant(salt_of(key.encode()))
 
 

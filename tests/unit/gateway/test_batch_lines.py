@@ -1,4 +1,6 @@
-"""Lines of a batch's file and numbers of a body that JSON readers do not accept unchecked."""
+"""Lines of a batch's input file: each is an error of the file or a request. Besides: numbers too
+large for JSON readers are the client's error.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class _Failing(BatchStore):
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_AGAIN_S", 0.02)
     monkeypatch.setattr(batches, "_LOOK_S", 0.02)
-    monkeypatch.setattr(bodies, "_DISCARD_DEADLINE_S", 0.1)  # Refused clients send no more.
+    monkeypatch.setattr(bodies, "_DISCARD_DEADLINE_S", 0.1)  # Refused test clients send no more.
 
 
 def store_in(folder: Path) -> BatchStore:
@@ -98,8 +98,8 @@ def store_in(folder: Path) -> BatchStore:
 async def life(
     model: ServedModel, store: BatchStore | Path, *, runs: bool = True, **options: Any
 ) -> AsyncIterator[tuple[World, List]]:
-    """Yield one life of a gateway's process, and the facts that its ledger received. `store`: the
-    batch store, or the folder in which to open one.
+    """Yield a gateway as one run of its process has it, and the facts that its ledger received. The
+    block's end is the process's end. `store`: the batch store, or the folder in which to open one.
     """
     store = store_in(store) if isinstance(store, Path) else store
     async with world(model, spell(model, TEXT), store=store, has_ledger=True, **options) as it:
@@ -133,7 +133,7 @@ async def begin(it: World, bodies: Sequence[dict[str, Any]] = (CHAT,) * NUM_LINE
 
 
 async def reach(it: World, batch_id: str, statuses: Sequence[str] = ENDED) -> dict[str, Any]:
-    """Wait until a batch has one of these statuses."""
+    """Wait until a batch has one of these statuses, and return the batch."""
 
     async def reached() -> dict[str, Any]:
         batch = (await it.client.get(f"/v1/batches/{batch_id}")).json()
@@ -157,7 +157,7 @@ async def end(it: World, batch_id: str) -> list[str]:
 
 
 async def charged(sink: List, request_ids: Sequence[str]) -> None:
-    """Wait until all of these requests are charged; assert once each, and no others."""
+    """Wait until all of these requests are charged. Each must be charged once, and no others."""
     await wait_for(lambda: len(sink.requests) >= len(request_ids), "all are charged")
     assert sorted(asked_of(fact) for fact in sink.requests) == sorted(request_ids)
     assert all(fact.income_pico_usd > 0 for fact in sink.requests)
@@ -200,15 +200,15 @@ async def test_an_answer_that_was_written_unheard_is_charged(
 async def test_a_write_that_outlives_its_line_is_charged(
     model: ServedModel, tmp_path: Path
 ) -> None:
-    """The process ends while a thread writes. This life charges the lines that the write completes;
-    the next life answers and charges the rest.
+    """The gateway's process ends while a thread writes. This process charges the lines that the
+    write completes; the next process answers and charges the rest.
     """
     store = _Failing(tmp_path / "b.sqlite")
     store.go.clear()
     async with life(model, store) as (it, sink):
         batch_id = await begin(it)
         await asyncio.to_thread(store.is_writing.wait)
-        # The write resumes in the same turn of the event loop in which the life ends.
+        # The write resumes in the same turn of the event loop in which the gateway ends.
         asyncio.get_running_loop().call_soon(store.go.set)
     first = sink.requests
     assert len(first) == 1
@@ -324,7 +324,9 @@ async def test_a_line_that_waits_behind_another_s_holds_up_no_cancelling(
 async def test_a_withdrawn_key_ends_its_batch(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
 ) -> None:
-    """Begun lines are answered. No other line begins, in its turn or behind another batch."""
+    """No line of the batch begins any more, whether the batch is the first in the queue or waits
+    behind another one.
+    """
     monkeypatch.setattr(batches, "WITHDRAWN_S", 0.1)
     async with life(model, tmp_path, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
         host, worker, asked = it.gateway.link, it.worker, list[str]()
@@ -351,7 +353,7 @@ async def test_a_withdrawn_key_ends_its_batch(
 
 
 async def test_a_batch_outlives_the_exchange_of_its_key(model: ServedModel, tmp_path: Path) -> None:
-    """No line begins while the key is missing, and all lines once the new key is there."""
+    """No line begins while the tenant's key is missing. All lines begin once its new key is there."""
     async with life(model, tmp_path, keys=("sk-alice name=alice", "sk-bob name=bob")) as (it, _):
         it.gateway.tenancy.take(Keys(("sk-bob name=bob",)))
         it.client.headers["Authorization"] = "Bearer sk-bob"
@@ -377,7 +379,7 @@ async def test_a_batch_outlives_the_exchange_of_its_key(model: ServedModel, tmp_
 async def test_a_line_is_priced_by_the_quota_of_its_moment(
     model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A budget that is set while lines wait applies to those lines."""
+    """A daily budget that is set while lines wait applies to those lines."""
     async with life(model, tmp_path, keys=("sk-alice name=alice",)) as (it, _):
         most = []
 

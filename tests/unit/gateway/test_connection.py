@@ -101,7 +101,9 @@ CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: 
 def test_what_frames_a_body_is_counted_as_a_head_is(
     model: ServedModel, before: bytes, more: bytes
 ) -> None:
-    """Trailers and chunk extensions count. The client has no key, and was already answered."""
+    """Trailers and chunk extensions have the length limit of headers. The client has no key, and
+    its request was already answered.
+    """
     with (
         serving(model, spell(model, "a"), keys=("mine",)) as it,
         connect(it, CHUNKED + before) as made,

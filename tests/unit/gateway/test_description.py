@@ -47,7 +47,7 @@ ASKED = [
     ("/v1/responses", {**RESPONSE, "max_output_tokens": 2}),
     ("/v1/responses", {**RESPONSE, "metadata": {"a": "b"}, "instructions": "Add."}),
 ]
-"""Paths and bodies of requests; their replies may also be streamed."""
+"""Paths and bodies of requests with replies that may also be streamed."""
 FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
 CALLED = [
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": FUNCTION}]}),
@@ -66,7 +66,7 @@ def store_in(folder: Path) -> BatchStore:
 
 
 async def test_every_route_is_described(model: ServedModel, tmp_path: Path) -> None:
-    """A new route belongs in the table, from which the application and the description are made."""
+    """The application and the description are made from one table: a new route needs a row in it."""
     async with scene(model, store=store_in(tmp_path)) as it:
         described = (await it.client.get("/openapi.json")).json()["paths"]
         assert isinstance(it.app, Edge)

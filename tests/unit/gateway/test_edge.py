@@ -161,7 +161,7 @@ async def test_access_log(model: ServedModel, caplog: pytest.LogCaptureFixture, 
     if kind == "off":
         assert not records
         return
-    first, second = records  # Endpoints that monitors poll are not logged.
+    first, second = records  # Successes of endpoints that monitors poll are logged at debug level.
     num_tokens = reply.json()["usage"]["completion_tokens"]
     assert first.getMessage().startswith("POST /v1/chat/completions 200 ")
     assert first.getMessage().endswith(f"ms {num_tokens} tokens, tenant everyone")

@@ -1,4 +1,4 @@
-"""HTTP refusals that errors become."""
+"""Errors as HTTP replies: status, error type, fields and headers. Internal texts are not shown."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ EXPECTED: list[tuple[str, list[Turn], bool | None, str, bool]] = [
         f"{BOS}Be brief.<｜User｜>2 + 2?<｜Assistant｜>4{EOS}<｜User｜>And 3 + 3?<｜Assistant｜><think>\n",
         True,
     ),
-    # R1 has no switch: its reasoning is closed before it starts.
+    # R1 has no switch for thinking: the prompt closes the reasoning before it starts.
     (
         "DeepSeek-R1",
         ASKED,

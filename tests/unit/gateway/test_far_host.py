@@ -51,7 +51,7 @@ COMPLETION = {
 
 
 class _Units(FakeUnits):
-    """Units of one life of the front, and its wire: messages to the other gateway go to `far`."""
+    """Units of one run of the front, and its wire: messages to the other gateway go to `far`."""
 
     def __init__(self, script: Script, step_s: float, far: _FarWire) -> None:
         super().__init__(script, step_s)
@@ -91,7 +91,7 @@ class _FarWire:
 
 @dataclass
 class Pair:
-    """The gateway without the front, its client, and the current life of the front."""
+    """The gateway without the front, its client, and the current run of the front."""
 
     model: ServedModel
     script: Script
@@ -127,7 +127,7 @@ class Pair:
         return await self.client.post("/v1/completions", json=COMPLETION | fields)
 
     def start_front(self) -> None:
-        """Start another life of the front."""
+        """Start a new front, with the next epoch."""
         self.num_lives += 1
         epoch = f"epoch {self.num_lives}"
         self.units = _Units(self.script, self.step_s, self.wire)
@@ -299,8 +299,9 @@ async def test_choices_of_one_request_go_on_together(model: ServedModel) -> None
 
 
 async def test_a_front_s_attempts_are_its_own(model: ServedModel) -> None:
-    """A unit may still run attempts of the last front, which had retried. If numbers were reused,
-    its messages would count for the new attempt, and it would drop the new one as a duplicate.
+    """A unit may still run attempts of the last front, which had retried. If the next front reused
+    their numbers, the unit's messages about the old attempt would count for the new one, and the
+    unit would drop the new attempt as a duplicate.
     """
     async with pair(model, spell(model, TEXT)) as it:
         it.units.go.clear()
@@ -330,7 +331,7 @@ async def held(it: Pair) -> None:
 async def test_requests_that_come_together_are_let_in_one_after_the_other(
     model: ServedModel,
 ) -> None:
-    """All generations of a request are admitted or none, also of the second request."""
+    """All generations of a request are admitted or none, also if two requests arrive together."""
     async with pair(model, spell(model, TEXT)) as it:
         await held(it)
         it.host.set_quotas(unix_now(), (Quota(EVERYONE, requests=6),))
@@ -461,7 +462,9 @@ async def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedM
 
 
 async def test_tokens_of_nobody_are_stopped_at_their_source(model: ServedModel) -> None:
-    """An earlier process of the gateway left the requests, and the front did not learn that it had ended."""
+    """Units decode requests of an earlier process of the gateway; the front did not learn that this
+    process had ended.
+    """
     async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
         asking = asyncio.create_task(it.ask(max_tokens=1000))
         await it.units.hold(5)

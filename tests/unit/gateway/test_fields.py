@@ -105,7 +105,7 @@ def parse(api: str, body: dict[str, Any]) -> Any:
 
 
 def body_for(api: str, path: str) -> dict[str, Any]:
-    """Return a body that contains the object of the field."""
+    """Return a valid body that contains the object to which the field belongs."""
     body = copy.deepcopy(API_TO_BODY[api])
     first = path.partition(".")[0].removesuffix("[]")
     more = {**MORE, **API_TO_MORE.get(api, {})}
@@ -356,7 +356,9 @@ def test_what_is_read_stands_in_the_table(kind: type[msgspec.Struct]) -> None:
 
 
 def typed_paths(kind: Any, where: str = "", depth: int = 3) -> Iterator[str]:
-    """Yield the paths of an SDK's typed dictionary, nested ones included."""
+    """Yield the paths of the fields of an SDK's typed dictionary, down to `depth` levels below
+    it, but none inside messages, input, tools and fallbacks.
+    """
     for name, hint in typing_extensions.get_type_hints(kind).items():
         path = f"{where}.{name}" if where else name
         yield path
@@ -379,7 +381,9 @@ def _typed_in(hint: Any, *, is_listed: bool = False) -> Iterator[tuple[Any, bool
 
 
 FREE_FORM = ("metadata", "logit_bias", "tool_choice", "citations", "thread", ".keep.")
-"""Substrings of paths inside objects with fields that need no rows: own code reads them, or none does."""
+"""Substrings of paths that need no row of their own in the table: special code reads the object
+that contains the field, or no code reads it.
+"""
 
 
 @pytest.mark.parametrize(
