@@ -1,4 +1,4 @@
-"""Answers of /health for deployments that are whole, lack parts, or cannot serve."""
+"""Answers of /health for deployments that are complete, lack units or ranks, or cannot serve."""
 
 from __future__ import annotations
 

@@ -222,8 +222,8 @@ def test_what_models_write_is_allowed_as_they_write_it(format: ToolFormat) -> No
 )
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_drafts_change_no_mask(format: ToolFormat) -> None:
-    """A row behind drafts has the mask of the text with those drafts, also if calls begin or end
-    among them.
+    """A row after drafts has the mask of the text with those drafts, also if calls begin or end in
+    the drafts.
     """
     choosing, rng = Choosing((CITY,)), random.Random(5)
     text = "hm" + written(format, ("city", '{"name": "a", "size": 1}')) + "</think>So, "

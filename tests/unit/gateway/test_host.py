@@ -151,7 +151,7 @@ async def test_bug_at_a_request_ends_the_host_too() -> None:
 async def test_choices_are_admitted_together_where_none_may_queue(
     model: ServedModel, n: int
 ) -> None:
-    """The first choice takes capacity; that is no reason to refuse the second."""
+    """The first choice takes capacity; the second choice of the same request is admitted anyway."""
     limits = LimitsConfig(max_queued=0)
     async with world(model, spell(model, "abc"), limits=limits) as it:
         reply = await it.chat(n=n)

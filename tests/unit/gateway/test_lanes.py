@@ -28,7 +28,7 @@ from .tool_model import tool_model
 from .world import Clock, spell, world
 
 HUGE = "<a b" * 1_000_000
-"""4 MB of text; the tests' vocabularies have no token for more than a few characters of it."""
+"""4 MB of text. In the tests' vocabularies no token covers more than a few of its characters."""
 LIMITS = LimitsConfig(max_body_bytes=8 << 20)
 KEY_A, KEY_B = ({"authorization": f"Bearer {key}"} for key in "ab")
 
@@ -105,7 +105,9 @@ def test_a_text_of_long_tokens_is_not_taken_for_a_long_one() -> None:
 async def test_between_two_turns_of_a_short_body_no_long_one_is_tokenised(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """While a long body blocks the tokenizer, its tenant's and another's requests are answered."""
+    """While a long body blocks its tokenizer thread, short requests of the same tenant and of
+    another tenant are answered.
+    """
     plain, go, begun = Vocabulary._word_ids, threading.Event(), threading.Event()
     text = "a b " * (SHORT_BYTES // 8)
 

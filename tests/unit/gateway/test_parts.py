@@ -1,5 +1,5 @@
-"""Parts of a reply are the same however its tokens are grouped, and streamed as whole, in both
-formats that answer in parts.
+"""Parts of a reply are the same however its tokens are grouped, and whether it is streamed or sent
+whole. Both formats with parts are tested: /v1/messages and /v1/responses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def pieces_of(
     stops: tuple[str, ...] = (),
     finish: str = "stop",
 ) -> list[Piece]:
-    """Return the pieces of tokens pushed in groups, cut at `cuts`. Ids of calls are numbers."""
+    """Return the pieces of tokens pushed in groups, cut at `cuts`. Calls get the ids call_0, call_1
+    and so on.
+    """
     assembler = Assembler(
         VOCABULARY,
         TextReading(sections=True, stops=stops, calls=Calls(format, Choosing((WEATHER,)))),

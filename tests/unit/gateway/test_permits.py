@@ -31,7 +31,7 @@ class Turns(asyncio.SelectorEventLoop):
 
 
 def play(scene: Coroutine[Any, Any, T]) -> T:
-    """Run a scene in simulated time."""
+    """Run a scene in simulated time, and return its result."""
     with asyncio.Runner(loop_factory=Turns) as runner:
         return runner.run(scene)
 

@@ -86,7 +86,7 @@ STRICT_TREE = {
     "unevaluatedProperties": False,
     "$defs": {"tree": TREE},
 }
-"""The example of the core specification, 8.2.3.2."""
+"""Example from section 8.2.3.2 of the JSON Schema 2020-12 core specification."""
 
 
 @pytest.mark.promise("References of every form of JSON Schema 2020-12 are followed")

@@ -84,7 +84,7 @@ def test_usage_chunk(model: ServedModel) -> None:
 def test_parts_of_characters_have_names_of_their_own_and_offsets_in_the_text(
     model: ServedModel,
 ) -> None:
-    """Byte tokens: the four of an emoji arrive in two pieces."""
+    """The four byte tokens of an emoji arrive in two pieces."""
     reply = CompletionFormatter(HEAD, model.vocabulary)
     ids = model.vocabulary.encode_plain("a🙂 b")
     assert len(ids) > 4

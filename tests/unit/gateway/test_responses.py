@@ -305,7 +305,7 @@ async def test_a_response_is_gone_on_from(model: ServedModel) -> None:
         first = (await ask(it, instructions="Be brief.")).json()
         second = (await ask(it, input="And?", previous_response_id=first["id"])).json()
         assert second["previous_response_id"] == first["id"]
-        await it.client.delete(f"/v1/responses/{first['id']}")  # The second has all of it.
+        await it.client.delete(f"/v1/responses/{first['id']}")  # The second has the whole chat.
         unkept = (await ask(it, input="So?", previous_response_id=second["id"], store=False)).json()
         assert unkept["store"] is False
         said = {"role": "assistant", "content": "The answer is 4. 🙂"}

@@ -34,7 +34,9 @@ NUM_CHATS = 3
 
 
 class InThisProcess:
-    """Environment of a template in this process: to start one for each would take too long."""
+    """Stand-in for a template's own process that renders in this process: starting a process per
+    template would take too long.
+    """
 
     def __init__(self, template: str, source: str) -> None:
         try:
@@ -82,7 +84,7 @@ def _of_chat(rng: Random, seed: int, theirs: Any, ours: str | ChatFormat | None)
         wanted = type(error).__name__
     if isinstance(
         ours, str
-    ):  # A template of the folder does not parse, perhaps not the chat's own.
+    ):  # A template of the folder does not parse, maybe one that this chat does not use.
         return "folder refused"
     assert ours is not None
     found: list[int] | str

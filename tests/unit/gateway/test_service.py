@@ -251,7 +251,7 @@ async def test_a_request_that_is_not_read_in_time_is_told(model: ServedModel) ->
 async def test_a_template_that_hangs_holds_up_nobody_elses_request(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limits of the template's own process end it (tests/unit/gateway/test_template.py)."""
+    """Such a template ends at the limits of its own process: tests/unit/gateway/test_template.py."""
     hangs, go = threading.Event(), threading.Event()
 
     def render(process: ConfinedProcess, *given: Any) -> str:

@@ -1,4 +1,4 @@
-"""Places in texts where marks begin, compared with their definition."""
+"""Places in texts where marks (texts of control tokens) begin, compared with their definition."""
 
 from __future__ import annotations
 

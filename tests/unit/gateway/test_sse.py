@@ -172,7 +172,7 @@ async def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, strea
     async with scene(model) as it:
         body = {"model": "small", "prompt": ids, "max_tokens": 2, "n": 2}
         first = await usage_of(it, "completions", body, stream=stream)
-        # A prompt's second choice may find the first one's KV cached; usage does not count that.
+        # A prompt's second choice may find KV of the first in the cache; usage does not count that.
         assert (first["prompt_tokens"], first["prompt_cache_hit_tokens"]) == (400, 0)
         again = await usage_of(it, "completions", body, stream=stream)
         assert (again["prompt_tokens"], again["prompt_cache_hit_tokens"]) == (400, 2 * 192)

@@ -132,7 +132,9 @@ def read(
     finish: str = "stop",
     **choosing: Any,
 ) -> Read:
-    """Return the reply that these tokens and a stop id give, pushed in groups."""
+    """Return the reply that these tokens give, pushed in groups cut at `cuts`. With `finish`
+    "stop", a stop token follows them; else the reply ends at its length limit.
+    """
     assembler = Assembler(
         vocabulary,
         TextReading(sections=True, calls=Calls(format, Choosing((WEATHER,), **choosing))),
@@ -409,7 +411,9 @@ def test_a_conversation_with_calls_and_results(vocabulary: Vocabulary, chat: Cha
 
 
 def _past(call: str, *, role: str = "m['tool_calls']") -> str:
-    """Return a template that renders assistant turns as `call` for each of `c`, or as text."""
+    """Return a template that renders an assistant turn as text and, for each of its tool calls `c`,
+    the Jinja expression `call`. `role`: condition under which a turn is rendered with calls.
+    """
     return (
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
         "{% elif m['role'] == 'tool' %}{{ '<out ' + m['tool_call_id'] + '>' + m['content'] }}"
@@ -427,7 +431,7 @@ _TURN = '{"a": 1})g({"b": "<｜User｜>"})<end>'
     ("template", "turn"),
     [
         (_past(_NAMED.replace("ARGUMENTS", "")), f"Wait.f({_TURN}"),
-        # Like the first templates of DeepSeek-V3 and R1: turns without text are searched for calls.
+        # Like the first templates of DeepSeek-V3 and R1: calls are shown only in turns without text.
         (
             _past(_NAMED.replace("ARGUMENTS", ""), role="m['content'] is none"),
             f"Wait.<end><｜Assistant｜>f({_TURN}",

@@ -197,7 +197,7 @@ def run(served: Serving, output: Path, *more: str) -> tuple[int, str]:
 
 @pytest.fixture
 def ready(served: Serving) -> Serving:
-    """Return a server after decode-0 made tokens and sent a report, so that the front has it."""
+    """Return a server with decode-0 known as a unit to trace, as it has sent its first report."""
     headers = {"Authorization": f"Bearer {KEY}"}
     reply = httpx.post(
         f"{served.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=DEADLINE_S

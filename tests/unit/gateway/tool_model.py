@@ -16,7 +16,7 @@ from .test_tools import EOS, V31, VOCABULARY, listing_chat, written
 
 
 class Verdict(BaseModel):
-    """An answer in parts, as clients ask for one."""
+    """Structured answer that clients request by its schema."""
 
     colour: str
 

@@ -151,8 +151,8 @@ async def world(
     batches: BatchesConfig | None = None,
     has_ledger: bool = False,
 ) -> AsyncIterator[World]:
-    """Start everything, wait until it is ready, and stop it at the end. `store`: store of files and
-    batches; None: the gateway serves neither.
+    """Start a gateway and its units, yield them when they are ready, and stop them at the end.
+    `store`: store of files and batches; None: the gateway serves neither.
     """
     units = FakeUnits(script, step_s)
     gateway = gateway_of(
