@@ -52,7 +52,9 @@ PUBLISHED = {
 
 
 def histogram(rng: np.random.Generator, median: float, sigma: float) -> dict[str, Any]:
-    """Return a histogram of log-normal times, in bins that grow by a factor."""
+    """Return a histogram of log-normal times in 60 bins, each wider than the last by the same
+    factor. `median` is in seconds.
+    """
     times = median * np.exp(sigma * rng.standard_normal(20_000))
     edges = np.geomspace(median / 20, median * 20, 61)
     counts, _ = np.histogram(times, edges)
@@ -61,7 +63,7 @@ def histogram(rng: np.random.Generator, median: float, sigma: float) -> dict[str
 
 
 def hour(index: int, share: float, rng: np.random.Generator) -> dict[str, Any]:
-    """Return one of 24 hours, with a window."""
+    """Return an hour of the day, with a simulated window. `share`: percent of the day's tokens."""
     tokens_in, nodes = int(6.1e9 * share), 30.0 * math.ceil(share / 5.6 * 9.2)
     noise = rng.normal(0, 1, 8)
     return {
@@ -102,7 +104,7 @@ def hour(index: int, share: float, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def result(seed: int = 1) -> dict[str, Any]:
-    """Return the whole object."""
+    """Return a made-up day as result.json has it, with random figures from `seed`."""
     rng = np.random.default_rng(seed)
     hours = [hour(index, share, rng) for index, share in enumerate(HOURS)]
     at = np.arange(1440) / 60.0

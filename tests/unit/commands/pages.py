@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Return the charts' figures; fail on a number that JSON does not have."""
+        """Return the charts' figures; fail on NaN and infinity, which JSON does not have."""
         found = json.loads(self.scripts[1], parse_constant=lambda said: [][len(said)])
         assert isinstance(found, dict)
         return found
@@ -86,7 +86,7 @@ class Page(HTMLParser):
 
 
 def text_of(result: Mapping[str, Any]) -> str:
-    """Return the report without plotly's own script, which must be in it once."""
+    """Return a result's report as HTML without plotly's own script, which it must have once."""
     parts = report_html(result).split(PLOTLY)
     assert len(parts) == 2
     return "".join(parts)

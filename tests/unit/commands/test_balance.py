@@ -1,4 +1,4 @@
-"""`hadal balance`: its input, its output, and a printed placement that is read back as today's."""
+"""`hadal balance`: its input, its output, and printed placements read back by `--current`."""
 
 import gzip
 import json

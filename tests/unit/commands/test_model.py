@@ -29,7 +29,9 @@ def run(*arguments: str) -> Result:
 
 
 def write(folder: Path, config: dict[str, Any], dtype: str = "") -> Path:
-    """Write config.json and, with a `dtype`, a file of weights: a header and a hole."""
+    """Write config.json and, with a `dtype`, a sparse file of weights: a header, then only a hole.
+    Return the folder.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if not dtype:
@@ -46,7 +48,9 @@ def write(folder: Path, config: dict[str, Any], dtype: str = "") -> Path:
 
 
 def found(*arguments: str) -> dict[str, Any]:
-    """Return the printed JSON; without weights or a tokenizer the exit code is 1."""
+    """Return the printed JSON. The exit code must be 1 if it says why the folder is not served,
+    else 0.
+    """
     result = run(*arguments, "--json")
     assert result.exit_code in (0, 1), result.output
     values: dict[str, Any] = json.loads(result.stdout)
@@ -82,7 +86,9 @@ def test_the_model_that_ships() -> None:
 def test_parameters_are_those_that_the_makers_give(
     name: str, billions: int, active: int, tmp_path: Path
 ) -> None:
-    """Compare with names and model cards, within their differences in counting parameters."""
+    """Compare with the models' names and cards. Active parameters may differ by up to 1 billion, as
+    makers count them differently.
+    """
     values = found(str(write(tmp_path, CONFIGS[name])))
     assert round(values["num_parameters"] / 1e9) == billions
     assert abs(values["num_parameters_active"] / 1e9 - active) < 1
@@ -104,7 +110,7 @@ def test_an_indexer_is_told_and_its_key_is_part_of_the_kv(tmp_path: Path) -> Non
 )
 @pytest.mark.needs("compiler")
 def test_what_fits(tmp_path: Path) -> None:
-    """Fit Moonlight in its stored format: 32 GB in BF16, shared by its two units."""
+    """Fit Moonlight in its stored format: 32 GB of BF16 weights, which both units of a host share."""
     folder = write(tmp_path, CONFIGS["Moonlight-16B-A3B"], "BF16")
     small = found(str(folder), "--memory-gb", "20")
     laptop = next(fit for fit in small["deployments"] if fit["deployment"] == "laptop")
@@ -208,7 +214,7 @@ def config_changed(folder: Path) -> str:
 
 def tokenizer_missing(folder: Path) -> str:
     (folder / "tokenizer.json").unlink()
-    return "tokenizer.json: no"  # not found, or no such file
+    return "tokenizer.json: no"  # Followed by "t found" or "such file".
 
 
 def template_damaged(folder: Path) -> str:

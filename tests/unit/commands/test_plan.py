@@ -23,7 +23,7 @@ def run(*arguments: str) -> Result:
 
 
 def refused(*arguments: str) -> str:
-    """Return the one line of the error."""
+    """Run a command that must be refused, and return its error of one line."""
     result = run(*arguments)
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1

@@ -92,8 +92,8 @@ def test_a_shorter_time_and_other_lines(ledger: str) -> None:
 
 
 def test_times_and_errors(ledger: str) -> None:
-    """Report requests of 1 s to the first token and 100 ms per further token; three failed or were
-    refused.
+    """Report requests with 1 s to the first token and 100 ms per further token. Three more requests
+    failed or were refused.
     """
     failed = (
         RequestFact(f"e{index}", "t1", "m1", 0, 0, 0, 0, end, NOW_S - 90, NOW_S - 60)

@@ -1,5 +1,5 @@
-"""Newcomers' mistakes with `hadal simulate`: narrow terminals show every figure, an invalid file is
-one line.
+"""Newcomers' first steps with `hadal simulate`: narrow terminals show every figure, and an invalid
+file is an error of one line.
 """
 
 from __future__ import annotations

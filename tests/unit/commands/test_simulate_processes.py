@@ -1,4 +1,6 @@
-"""Parts in processes of their own: their results and errors; no process is left after any end."""
+"""Parts of a simulation in processes of their own: their results and errors. No process is left
+behind, however the command ends.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ def alternatives() -> tuple[tuple[str, Study], ...]:
 
 @cache
 def ran() -> tuple[Simulated, Counter[str], list[tuple[str, float]]]:
-    """Run one day with a window and five alternatives."""
+    """Run one day with a window and five alternatives. Return the result, the number of calls of
+    each function, and the reported progress as (stage, seconds of work).
+    """
     pool, told = Inline(), list[tuple[str, float]]()
     plan = SimulationPlan(tiny(), (8,), alternatives(), 1)
     return (

@@ -71,7 +71,7 @@ def test_the_trace_is_chromes(tmp_path: Path) -> None:
     assert str(path) in result.stdout.replace("\n", "")
     events = json.loads(path.read_text())["traceEvents"]
     assert {"dispatch", "combine", "attn_core"} <= {event["name"] for event in events}
-    # JSON on stdout stays JSON while a trace is written.
+    # With a trace written to a file, stdout still has only JSON.
     assert json.loads(run("--json", "--trace", str(path)).stdout)["step_ms"] > 0
 
 
