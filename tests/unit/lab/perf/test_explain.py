@@ -1,4 +1,6 @@
-"""Explained steps: the table adds up to the step, and the trace is the walk that was priced."""
+"""Explained steps: the table adds up to the step, and the trace shows the same walk of the schedule
+that was priced.
+"""
 
 from itertools import pairwise
 

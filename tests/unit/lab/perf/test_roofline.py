@@ -112,7 +112,7 @@ def test_bounds_are_named() -> None:
     assert LINE.gemm(64, 7168, 16384).bound == MEMORY
     assert LINE.elementwise(0.0).bound == LAUNCH
     assert LINE.elementwise(1e9).bound == MEMORY
-    # One query reads as long as it computes; two compute twice as long.
+    # With one query, reading takes as long as computing; with two, computing takes twice as long.
     assert LINE.mla_decode(128, 128 * 4096, 64 * 4096 * 1152, DECODE_FLOPS, 1).bound == COMPUTE
 
 

@@ -148,7 +148,9 @@ def test_weights_and_kv_of_deepseeks_units() -> None:
 
 
 def test_a_unit_that_drafts_holds_the_draft_layer() -> None:
-    """Add the draft layer: 11.5 B more weights in the released checkpoints (V3's README: 14 B)."""
+    """Add the draft layer: 11.5 billion weights in the released checkpoints, a byte each (V3's
+    README: 14 billion).
+    """
     weights = StepModel(1).hbm_bytes(0, mtp_tokens=1) - StepModel(1).hbm_bytes(0)
     assert weights == pytest.approx(11.5e9, rel=0.01)
     model = StepModel(144)

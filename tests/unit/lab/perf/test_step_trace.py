@@ -49,7 +49,7 @@ def test_a_step_is_as_long_as_its_price_and_its_parts_add_up(name: str) -> None:
     parts = [e for e in spans(found, "step") if e is not step]
     assert [e["name"] for e in parts] == [part.name for part in price.parts]
     lanes = [*spans(found, "compute mb0"), *spans(found, "compute mb1"), *spans(found, "wait")]
-    # One compute lane does all of it.
+    # One GPU computes both micro-batches, so spans and waits do not overlap.
     assert seconds(parts) + seconds(lanes) == pytest.approx(price.seconds, rel=1e-4)
     seen = seconds(spans(found, "wait"))
     assert seen == pytest.approx(price.walked.exposed_s, rel=1e-4, abs=1e-6)
@@ -64,7 +64,7 @@ def test_stretches_of_a_track_nest_or_are_apart(name: str) -> None:
         for e in sorted(
             (e for e in spans(found) if e["tid"] == tid), key=lambda e: (e["ts"], -e["dur"])
         ):
-            # Rounding leaves a thousandth of a us.
+            # Times are rounded to 0.001 us, so a span may seem to end about 0.002 us too late.
             while stack and stack[-1] <= e["ts"] + 0.0021:
                 stack.pop()
             assert not stack or e["ts"] + e["dur"] <= stack[-1] + 0.0021

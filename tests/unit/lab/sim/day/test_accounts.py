@@ -80,7 +80,7 @@ def test_a_unit_is_up_while_there_are_nodes_for_it() -> None:
     }
     assert {fact.gpu_hour_micro_usd for fact in facts} == {2_500_000}
     assert {(fact.ranks_per_node, fact.role) for fact in facts} == {(8, PREFILL), (8, DECODE)}
-    # Two lives of a unit have two epochs.
+    # Each run of a unit has its own epoch.
     assert len({(fact.unit, fact.epoch) for fact in facts}) == len(facts)
 
 
@@ -99,7 +99,9 @@ def test_every_token_that_was_completed_is_counted_as_often_as_the_sample_is_sma
 
 
 def test_a_request_is_in_the_hour_it_is_complete_in() -> None:
-    """Count by hand: a request from before the day, one across an hour's end, one into the next day."""
+    """Count four requests by hand: one began before the day, one runs across an hour's end, one is
+    short, and one ends after the day.
+    """
     asked = worlds.of(
         worlds.Row(-10.0, 0, 0, 100, 501),
         worlds.Row(3590.0, 1, 0, 200, 1001, model=1),

@@ -1,4 +1,6 @@
-"""The cache's day: by hand; complete on an infinite disk; the published hits on a finite one."""
+"""A day of the disk cache: small cases by hand, all findable tokens found on an infinite disk, and
+the published hit rate on a finite one.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def test_reasoning_by_hand() -> None:
     ]
     day = replay(of(*rows), np.array([60.0, 150.0]), 100)
     assert day.tokens_found.tolist() == [0, 3 * 64]
-    # 3 + 4 of the first turn, 4 + 0 of the second; 450 + 49 tokens: its answer fills none.
+    # First turn: 3 blocks of the prompt, 4 of the answer. Second turn: 4 of the prompt, and none of
+    # the answer, as 450 + 49 tokens fill no further block.
     assert day.blocks_written.sum() == 3 + 4 + 4 + 0
     without = replay(of(*rows), np.array([np.inf, 150.0]), 100)
     assert without.blocks_written.sum() == 3 + 4 + 0

@@ -45,7 +45,7 @@ def test_hours_are_those_of_arrival_and_stand_for_all_sessions() -> None:
 def test_a_quick_sample_knows_the_mean_length() -> None:
     assert kv_length_about(small()) == pytest.approx(load().figures().kv_length, rel=0.05)
     assert kv_length_about(Study()) == pytest.approx(5_000, rel=0.05), "published: 4,989"
-    # No requests.
+    # A day without requests.
     assert kv_length_about(small(workload=replace(WORKLOAD, sessions_per_day=1e-9))) == 1.0
 
 

@@ -51,7 +51,7 @@ def fluid(
 
 
 def settled(run: FluidDay, num_hours: int = 3) -> FluidDay:
-    """Run the first hours and drop them: the day begins at noon with no units."""
+    """Run the first hours, and return the day to go on from there: it begins at noon without units."""
     run.run(60 * num_hours)
     return run
 

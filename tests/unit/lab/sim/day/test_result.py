@@ -222,7 +222,9 @@ def test_without_windows_they_are_the_liquids() -> None:
 
 
 def test_a_window_in_which_nothing_came_tells_no_time() -> None:
-    """Join an empty window: its mean is NaN, which must not remove requests from the day."""
+    """Join a window without arrivals: its mean TTFT is NaN, which must not remove requests from the
+    day.
+    """
     empty = with_reading(ttft_s=np.zeros(0))
     made = joined(empty)
     assert made.flat()["requests"] == pytest.approx(joined().flat()["requests"], rel=1e-3)
@@ -297,7 +299,7 @@ def test_ranks_of_prefill_are_those_of_its_first_unit() -> None:
 )
 def test_the_published_day_stands_beside_its_own_preset_only() -> None:
     assert written()["published"] == {}
-    # Its workload is another one.
+    # The published day's name with another workload.
     assert result_json(joined(study=small(name=Study().name)))["published"] == {}
     closer = replace(Study(), seed=7, window=replace(Study().window, seconds=9.0))
     assert result_json(replace(result(), study=closer))["published"] == PUBLISHED
