@@ -25,7 +25,9 @@ SLO = Slo(2.0, 0.04)
 
 @cache
 def small(hardware: str = "h200", usd: float = 2.5) -> HardwarePlans:
-    """Return all pairs of unit widths of one hardware for SMALL."""
+    """Return the priced plans for SMALL on one hardware: all pairs of unit widths. `usd`: price of
+    a GPU-hour.
+    """
     return price_hardware(
         Pricing(HARDWARE[hardware], DEEPSEEK_V3, SMALL, SLO),
         Rent(usd, "given", ""),

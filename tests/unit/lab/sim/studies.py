@@ -41,7 +41,7 @@ WORKLOAD = WorkloadParams(
 
 
 def small(**changes: Any) -> Study:
-    """Return the study, with changes."""
+    """Return the small study, with these fields changed."""
     study = Study(
         name="small",
         hardware="h200",
@@ -71,7 +71,7 @@ def load() -> DayDemand:
 
 @cache
 def curves() -> UnitCurves:
-    """Return curves measured at three batches."""
+    """Return the small study's unit curves, with decode measured at 6, 14 and 24 requests per rank."""
     study, figures = small(), load().figures()
     points = [decode_point(study, PLACED, figures, cached_day(), at) for at in (6.0, 14.0, 24.0)]
     return UnitCurves(

@@ -1,4 +1,6 @@
-"""The disk's ledgers driven by block names: finds, evictions, and agreement of both ledgers."""
+"""The ledgers of a disk cache's writer and of a leader that reads, driven by block names: finds,
+evictions, and the agreement of both ledgers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def test_what_is_written_makes_what_was_not_used_go_the_deepest_first() -> None:
     disk.store(chain(1, 4))
     disk.store(chain(2, 4))
     assert disk.find(0.0, chain(1, 4)) == 4
-    # The writer gets uses at the next poll, before it needs capacity.
+    # At its next poll, before it needs capacity, the writer learns which blocks were used.
     disk.find(POLL_S, chain(3, 4))
     kept, gone = disk.store(chain(3, 4))
     assert len(kept) == 4

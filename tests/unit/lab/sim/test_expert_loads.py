@@ -30,7 +30,9 @@ NUM_SEEDS = 8
 
 
 def imbalance(policy: str, phase: str, num_ranks: int) -> float:
-    """Return the mean over seeds: 58 layers of one seed leave about 3 % of chance."""
+    """Return the mean imbalance over seeds: with the 58 layers of one seed, chance moves it by
+    about 3 %.
+    """
     found = [
         expert_share(policy, phase, num_ranks, 32, np.random.default_rng(seed)).imbalance
         for seed in range(NUM_SEEDS)
@@ -51,7 +53,9 @@ def imbalance(policy: str, phase: str, num_ranks: int) -> float:
 def test_placements_leave_what_they_leave_of_measured_loads(
     policy: str, phase: str, num_ranks: int, low: float, high: float
 ) -> None:
-    """Compare with SGLang's published loads, by workload (1.142 to 1.155 for the fourth)."""
+    """Compare with what placements leave of SGLang's published loads, over all workloads. In the
+    fourth case that is 1.142 to 1.155.
+    """
     assert low <= imbalance(policy, phase, num_ranks) <= high
 
 

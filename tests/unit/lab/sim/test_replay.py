@@ -205,7 +205,9 @@ def test_nothing_to_replay(recordings: list[Recording]) -> None:
 
 
 def test_messages_with_several_tokens_of_a_request_are_decided_again() -> None:
-    """Compare bytes, with duplicates, a gap and an end in the middle."""
+    """Record and replay two Tokens messages with several rows per request. The rows include a
+    duplicate, a gap in the indices, and an end before further rows.
+    """
     file = io.BytesIO()
     opening = Opening(VERSION, "run", "front", MadeFront("f", 2048, ""), DEPLOYMENT)
     tape = Tape(file.write)

@@ -81,7 +81,7 @@ def test_a_decode_step_goes_by_the_tables_and_ends_requests_at_their_length() ->
     done = runner.run(decode_plans(8, 1))
     assert (list(done.keys), list(done.tokens)) == ([1, 8], [STOP_ID, WORD_ID])
     done = runner.run(decode_plans(8, 2))
-    # The slot runs on until the leader sends its leave.
+    # The slot keeps drawing tokens until the leader removes the request.
     assert list(done.tokens) == [STOP_ID, WORD_ID]
     leaving = decode_plans(8, 3)
     leaving[0] = DecodePlan(3, (1,), (join(1, 10, 8, 40),), ())
@@ -192,7 +192,7 @@ def test_a_stop_id_comes_where_the_output_ends_and_nothing_behind_it_is_one() ->
         for step in range(1, 4):
             made += made_of(runner.run(drafting(3, (), step, 8)), 32)[0]
         assert made.index(STOP_ID) == wanted - 2, "the first token was prefill's"
-        before = wanted - 1 + -(wanted - 2) % 4  # To the end of its step.
+        before = wanted - 1 + -(wanted - 2) % 4  # End of the step that has the stop id.
         assert made[wanted - 1 : before] == [WORD_ID] * (before - wanted + 1)
 
 

@@ -104,7 +104,7 @@ def test_rests_are_by_the_load_clock() -> None:
     params = replace(PLAIN, return_share=1.0, return_s=LogNormal(8 * HOUR_S, 0, 1e9))
     load = generate(params, 0, DAY_S, rng(), 20_000)
     idle_h = load.idle_s[load.turn > 0] / HOUR_S
-    # Eight mean hours pass in six at busy times and in fourteen at night.
+    # Eight hours at the mean load last less than seven at busy times, more than eleven at night.
     assert idle_h.min() < 7
     assert idle_h.max() > 11
 
@@ -123,7 +123,7 @@ def day() -> Workload:
 
 def test_requests_come_by_the_shape_of_the_day(day: Workload) -> None:
     # At night there are 5,000 requests per hour. Lengths vary widely between sessions
-    # and little within one: 4 % of noise.
+    # and little within a session, so the shares have 4 % of noise.
     for weights, most in ((np.ones(len(day)), 0.05), (day.tokens_out, 0.07), (day.tokens_in, 0.12)):
         shares = np.bincount(hour_index(day.arrival_s), weights, 24) / weights.sum()
         assert np.abs(shares / np.array(DEEPSEEK_SHARES) - 1).max() < most

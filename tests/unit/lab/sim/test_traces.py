@@ -41,7 +41,7 @@ def test_mooncakes_sessions_by_hand() -> None:
             row(4000, 600, [9, 10]),
             row(
                 6000, 600, [9, 10]
-            ),  # Equal to the last: too short to hold its answer, so it is no next turn.
+            ),  # Equal to the request before: too short to contain its answer, so no next turn.
         ]
     )
     assert load.session.tolist() == [0, 0, 2, 0, 4, 5]

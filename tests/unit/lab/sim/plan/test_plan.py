@@ -47,7 +47,7 @@ def test_deepseeks_day_costs_no_more_than_with_their_units(day: HardwarePlans) -
         if (plan.prefill_unit.model.num_ranks, plan.decode_unit.model.num_ranks) == (32, 144)
     )
     assert plans[0].cost_usd <= theirs.cost_usd
-    # The published day took 226.75, with drafts and an unknown TTFT.
+    # The published day took 226.75 nodes on average, with drafts and an unknown TTFT.
     assert 200 < theirs.nodes_mean < 600
     assert theirs.prefill_unit.model.num_redundant == theirs.decode_unit.model.num_redundant == 32
 

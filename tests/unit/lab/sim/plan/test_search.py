@@ -35,7 +35,9 @@ def test_the_best_is_simulated_and_kept() -> None:
     "and searches again."
 )
 def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate the first plan; later results pretend a TPOT 25 % longer than planned."""
+    """Simulate one plan. In place of other plans' simulations, return its result with a TPOT 25 %
+    longer than they planned. The search must end with a plan that allows for that.
+    """
     seen = measure(small().ranked()[0], np.random.default_rng(1))
 
     def slower(plan: DeploymentPlan, *_: object) -> Measured:

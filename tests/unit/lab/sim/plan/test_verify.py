@@ -73,7 +73,7 @@ def test_a_part_is_of_few_ranks_however_lopsided_the_whole() -> None:
 def test_what_is_simulated_has_an_end() -> None:
     plan = best()
     running_s = plan.traffic.tokens_out * plan.decode_unit.tpot_s
-    # Four and five times the promised 2 s.
+    # Four and five times the promised TTFT of 2 s.
     assert within_limits(plan, 300.0) == (300.0, 8.0, 10.0)
     patient = dataclasses.replace(plan, slo=Slo(3600.0, 0.05))
     per_s, settle_s, measure_s = within_limits(patient, 1.0)
@@ -96,7 +96,7 @@ def test_requests_that_run_are_met_in_the_middle_of_theirs() -> None:
     traffic = plan.traffic
     assert running.sum() == round(200.0 * traffic.tokens_out * plan.decode_unit.tpot_s)
     context = (asked.tokens_in + asked.tokens_done)[running]
-    # The existing KV is that of the plan.
+    # The mean KV length of running requests is the plan's.
     assert context.mean() == pytest.approx(traffic.kv_length_mean, rel=0.03)
     found = asked.tokens_cached[~running].sum() / asked.tokens_in[~running].sum()
     assert found == pytest.approx(0.5625, rel=0.02)

@@ -130,7 +130,8 @@ def test_a_rank_that_dies_answers_nothing_and_breaks_off_the_steps() -> None:
     reset = RankReset((1,), ())
     clock.at(0.5, lambda: made.form(reset))
     clock.run(1.0)
-    # The step of 0.25 s never ends. At 0.2 the living rank answers; the step planned then is void.
+    # Rank 1 dies at 0.1 s, so the step that would end at 0.25 s never does. At 0.2 s the living
+    # rank answers; the step that the role plans then is dropped too.
     assert role.given == [(0.2, (answer,)), (0.4, (answer,)), (0.5, (reset,))]
 
 

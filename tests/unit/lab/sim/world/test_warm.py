@@ -44,8 +44,8 @@ def test_they_are_all_in_the_first_step_and_take_what_was_left() -> None:
     assert np.isfinite(made.seen.end_s).all()
     assert made.front.totals.tokens_out == 96 * 31
     seen = made.read(0.0, 60.0)
-    # 30 steps each, as one token came with the start: lengths 1051 .. 1080. One step more for the
-    # stop id.
+    # Each request has one of its 31 missing tokens at the start, and draws 30 at lengths 1051 to
+    # 1080. One more step draws the stop id.
     assert seen.decode.tokens == 96 * 31
     assert seen.decode.positions_per_token == pytest.approx(np.mean([*range(1051, 1082)]))
     assert (seen.num_arrived, len(seen.ttft_s), seen.tokens_in, seen.disk_tokens) == (0, 0, 0, 0)
@@ -71,7 +71,7 @@ def test_who_comes_later_is_prefilled_by_those_who_serve() -> None:
 
 
 def test_what_does_not_fit_is_prefilled_again_out_of_the_disk() -> None:
-    """Start more requests than decode has slots. No window does that, but none may be lost."""
+    """Start more requests than decode has slots. No window does that, but no request may be lost."""
     made = world(running(700, 640, 10, 20))
     made.run(200.0)
     assert np.isfinite(made.seen.end_s).all()

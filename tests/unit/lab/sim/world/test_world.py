@@ -92,7 +92,7 @@ def test_alone_a_request_takes_what_its_steps_take() -> None:
     asked = Requests(np.array([1.0]), np.array([2000]), np.array([101]))
     made = world(asked)
     made.run(60.0)
-    # The mean is less: here one rank has the whole prompt.
+    # The step model spreads the prompt over the ranks; here one rank has all of it, and is slower.
     prefill_s = models()["prefill"].prefill(2000 / 8, 2000).seconds
     assert made.seen.first_token_s[0] - 1.0 > prefill_s
     decode = models()["decode"]
@@ -176,7 +176,9 @@ def test_an_overloaded_fleet_refuses_and_the_rest_is_served() -> None:
 
 
 def test_a_switched_off_balancer_shows() -> None:
-    """Switch a balancer off: the live roles' balancing has its effect in a world."""
+    """Switch a balancer off: KV becomes less even over ranks, so the live roles do balance in a
+    world.
+    """
 
     def unevenness(balance: str) -> float:
         config = deployment()
@@ -283,7 +285,7 @@ def test_what_is_computed_and_generated_is_written() -> None:
     # The last token of an output has no KV.
     full = (asked.tokens_in + asked.tokens_out - 1) // 64 * 64 - asked.tokens_cached
     assert made.read(0.0, 300.0).disk_tokens_written == full.sum()
-    # From now on prompts can be found.
+    # The disk has the prompts' blocks, so they can be found from now on.
     assert np.array_equal(made.disk.num_blocks, asked.tokens_in // 64)
     assert made.check() == []
 
@@ -295,7 +297,7 @@ def test_how_full_ranks_are_is_sampled() -> None:
     seen = made.read(0.5, 2.0)
     share = seen.kv_share
     mean = np.mean([of_unit.mean() for of_unit in seen.requests.values()])
-    # Samples and steps agree.
+    # Requests per rank by samples agree with those by steps.
     assert mean == pytest.approx(seen.decode.requests_per_rank, rel=0.1)
     assert sorted(share) == ["decode-0", "decode-1"]
     assert all(of_unit.shape == (16,) and 0.0 < of_unit.mean() < 0.2 for of_unit in share.values())
