@@ -1,5 +1,5 @@
-"""The bench of attacks: each attack continues, and its table has the results. tests/dist runs it
-with a server.
+"""The bench of attacks: each attack continues when it is refused, and the bench's table has the
+results. tests/dist runs it with a server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def test_what_was_seen_is_counted() -> None:
 def test_every_attack_asks_a_server_that_turns_it_away_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refuse an attack three times: it must continue, as one that ends by itself measures nothing."""
+    """Refuse an attack three times: it must continue, as an attack that ended would measure
+    nothing.
+    """
     monkeypatch.setattr(attacks, "BYTE_AFTER_S", 0.05)
     heads: list[bytes] = []
 

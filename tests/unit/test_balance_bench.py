@@ -1,5 +1,5 @@
 """The prefill simulation's accounting: each token counts once, known steps have their price, and
-ours is ahead of a token budget.
+the project's scheduler wastes less than a token budget.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The bench of expert placements: EPLB is found by folder and judged by its result; traffic is
-counted as documented.
+"""The bench of expert placements: DeepSeek's EPLB is found in a folder and judged by its
+placements; traffic is counted as documented.
 """
 
 import re
@@ -43,7 +43,8 @@ def test_a_module_of_eplbs_signature_is_judged_by_its_arrays(eplb_folder: Path) 
     found = find_eplb(str(eplb_folder))
     assert found is not None
     loads = np.array([[6.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    # Slots 0 1 2 | 3 0 1: ranks of 3 + 1 + 1 and 1 + 3 + 1; in the second layer 1/2 + 1/2 + 1 each.
+    # Experts 0 1 2 | 3 0 1: ranks get 3 + 1 + 1 and 1 + 3 + 1; in the second layer both get
+    # 1/2 + 1/2 + 1.
     mean, worst, ms = run_eplb(found, loads, "global", 2, 3)
     assert (mean, worst) == pytest.approx((1.0, 1.0))
     assert ms >= 0

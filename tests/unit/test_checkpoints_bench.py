@@ -1,4 +1,4 @@
-"""Checkpoints with weights in full precision: a weight's scales may be in another file."""
+"""FP8 checkpoints dequantised to full precision: a weight's scales may be in another file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_scales_are_found_in_any_file(tmp_path: Path) -> None:
     norm = torch.rand(7, generator=generator).bfloat16()
     config = {"quantization_config": {"weight_block_size": SIDES}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    # Weights in the file before, after and with their scales.
+    # a is in the file before its scales, b in the file after them, c in the same file.
     save_file({"a": codes, "b_scale_inv": scales, "norm": norm}, tmp_path / "1.safetensors")
     save_file({"b": codes, "a_scale_inv": scales}, tmp_path / "2.safetensors")
     save_file({"c": codes, "c_scale_inv": scales}, tmp_path / "3.safetensors")

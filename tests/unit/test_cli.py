@@ -73,7 +73,7 @@ TYPED = {
         "COMP_WORDS=(hadal serve --cache-f); COMP_CWORD=2; _hadal_completion hadal; echo"
         ' "${COMPREPLY[@]}"'
     ),
-    # The choices given to zsh, instead of a menu.
+    # Print the choices that zsh gets, instead of its menu.
     "zsh": (
         "compdef() { :; }; _arguments() { echo $@; }; words=(hadal serve --cache-f); CURRENT=3\n"
         "_hadal_completion"
@@ -251,7 +251,7 @@ def test_the_laptops_file_shows_the_defaults() -> None:
     assert read_deployment(path) == Deployment()
     written, every = tomllib.loads(path.read_text()), msgspec.to_builtins(Deployment())
     for name in ("drafts", "tenant_promise"):
-        del every["prefill"][name]  # It drafts nothing and computes all prompts of a step.
+        del every["prefill"][name]  # Prefill drafts nothing and computes all prompts of a step.
     for name, value in every.items():
         assert name in written, name
         if isinstance(value, dict):

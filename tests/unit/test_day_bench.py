@@ -50,7 +50,7 @@ def test_even_steps_are_priced_as_they_were_as_far_as_they_were_measured() -> No
     work = StepWork(texts * new, pairs, texts, 0, 0, 1.0, 2, texts * (new + found))
     begin_s, seconds = study.window.settle_s, study.window.prefill_seconds
     steps = [
-        ("u", begin_s - 3.0, 2.0, work._replace(tokens=7)),  # Over by then.
+        ("u", begin_s - 3.0, 2.0, work._replace(tokens=7)),  # It ends before the measured window.
         ("u", begin_s - 1.0, 4.0, work),
         ("u", begin_s + 5.0, 1.0, NO_WORK),
         ("u", begin_s + seconds - 1.0, 4.0, work),

@@ -58,7 +58,9 @@ def rng(request: pytest.FixtureRequest) -> Random:
 
 
 def check(read: Callable[[], object], data: bytes) -> bool:
-    """Return whether it was read; fail unless the error is a ValueError (or ConfigError) of one line."""
+    """Return whether `read` succeeds; fail if its error is not a ValueError (or ConfigError) of one
+    line. `data`: content that is shown if the check fails.
+    """
     said = None
     try:
         read()
@@ -73,7 +75,7 @@ def check(read: Callable[[], object], data: bytes) -> bool:
 
 
 def leave_with_one_line(arguments: list[str], data: bytes) -> int:
-    """Return the command's exit code: 0, or 2 with one line."""
+    """Run a command and return its exit code, which must be 0, or 2 with an error of one line."""
     result = CliRunner().invoke(app, arguments)
     assert result.exception is None or isinstance(result.exception, SystemExit), (
         result.exception,
@@ -96,7 +98,7 @@ def test_config_json(rng: Random, tmp_path: Path) -> None:
     }
     fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     codes = set()
-    for number in range(60):  # The first is sound: all mutated ones may be refused.
+    for number in range(60):  # The first file is sound, as all mutated files may be refused.
         data = mutated(fields, rng) if number else json.dumps(fields).encode()
         (folder / "config.json").write_bytes(data)
         check(lambda: read_model_config(folder), data)
@@ -173,7 +175,9 @@ def test_a_tensors_name_of_five_thousand_digits(tmp_path: Path) -> None:
 
 
 def test_deployments(rng: Random, tmp_path: Path) -> None:
-    """Read sound and damaged files. Of sixty damaged ones some are still valid, rarely none."""
+    """Read a sound file and sixty damaged ones. Some damaged files are usually still valid; the
+    sound file makes exit code 0 certain.
+    """
     folder, path = write_model_folder(tmp_path / "model"), tmp_path / "deployment.toml"
     texts = [(ROOT / "configs" / name).read_text() for name in ("laptop.toml", "laptop_ep.toml")]
 
@@ -300,7 +304,7 @@ def test_no_deployment_has_such_a_number(line: str, tmp_path: Path) -> None:
 
 
 def test_the_largest_deployment_is_answered(tmp_path: Path) -> None:
-    """Plan the largest allowed deployment: it takes seconds."""
+    """Plan the largest allowed deployment, with 4096 units per role: it takes seconds."""
     path = tmp_path / "deployment.toml"
     path.write_text("[prefill]\nunits = 4096\nranks = 8\n[decode]\nunits = 4096\nranks = 16")
     assert leave_with_one_line(["serve", "--dry-run", "--config", str(path)], b"") == 0

@@ -91,14 +91,14 @@ def test_an_op_lasts_as_long_as_its_rows_ask_for(monkeypatch: pytest.MonkeyPatch
 
     def op(state: MicroBatch, layer: Any, layer_index: int) -> None:
         calls.append(layer_index)
-        state.received = None  # As the real op does: rows are counted before.
+        state.received = None  # The real op does this too, so rows are counted before it runs.
 
-    overruns = Overruns()  # Of ops with work.
+    overruns = Overruns()  # It counts only ops with work.
     lasting(op, num_rows, 0.01, overruns)(state_of(received=rows), None, 2)  # type: ignore[arg-type]
     assert slept_s == pytest.approx([0.06])
     assert (calls, overruns.num_ops, overruns.num_late) == ([2], 1, 0)
     lasting(op, num_rows, 0.01, overruns)(state_of(), None, 3)  # type: ignore[arg-type]
-    assert (overruns.num_ops, overruns.num_late) == (1, 0)  # It had no work.
+    assert (overruns.num_ops, overruns.num_late) == (1, 0)  # The op had no work.
     lasting(op, num_rows, 0.0, overruns)(state_of(received=rows), None, 4)  # type: ignore[arg-type]
     assert (overruns.num_ops, overruns.num_late) == (2, 1)
 

@@ -187,7 +187,7 @@ def schema_problems(documents: list[Document]) -> Iterator[str]:
 
 
 class Manifests:
-    """The documents of a file, by use."""
+    """The documents of a manifest file, with a property for each part that the checks need."""
 
     def __init__(self, documents: list[Document]) -> None:
         self.documents = documents
@@ -230,7 +230,7 @@ def flag_problems(manifests: Manifests) -> Iterator[str]:
     try:
         _serve_command().make_context("serve", list(manifests.serve["args"]))
     except Exception as error:
-        # The error's text has the value, this one the option.
+        # The error's text has only the value, so add the option's name.
         yield f"hadal serve: {error} ({getattr(getattr(error, 'param', None), 'opts', '')})"
     for name in ("config", "api-keys-file", "model", "cache-folder"):
         path, mounts = manifests.argument(name), manifests.serve["volumeMounts"]
@@ -399,7 +399,7 @@ def _needed_of_a_node(deployment: Deployment, role: str) -> float:
 
 
 def memory_problems(manifests: Manifests, deployment: Deployment) -> Iterator[str]:
-    """Yield too small memory limits. KV pools are in /dev/shm, which counts as pod memory."""
+    """Yield memory limits that are too small. KV pools are in /dev/shm, which counts as pod memory."""
     resolved = _resolved(deployment)
     roles = zip(ROLES, ranks_in_fp32(resolved.deployment, resolved.config), strict=True)
     needed = OBJECT_STORE_BYTES + max(
@@ -744,7 +744,7 @@ MUTANTS: dict[str, tuple[str, str, Any, str]] = {
 
 
 def mutated(documents: list[Document], document: str, path: str, value: Any) -> None:
-    """Put another value at the path, or remove the one there."""
+    """Put another value at the path within the named document; GONE removes the value there."""
     (place,) = (one for one in documents if label_of(one) == document)
     *steps, last = [int(step) if step.isdecimal() else step for step in path.split()]
     for step in steps:

@@ -40,7 +40,7 @@ def test_others_are_what_is_busy_and_not_ours() -> None:
     assert foreign_share(before, after, own_s=1.6, num_cores=2) == pytest.approx(0.1)
     assert (
         foreign_share(before, after, own_s=2.5, num_cores=2) == 0.0
-    )  # Ticks are coarse: the share is never below 0.
+    )  # The kernel's ticks are coarse, so the difference may be negative: then the share is 0.
 
 
 def test_a_pair_counts_when_both_are_clean() -> None:
@@ -66,7 +66,9 @@ def test_a_variant_is_asked_for_as_it_is() -> None:
 
 
 def test_prices_of_the_virtual_cases() -> None:
-    """Check the virtual device's bars: they can be reached, and the leader chooses that schedule."""
+    """Check the speedups that the virtual device must reach: prices allow them, and the leader
+    would choose the schedule that reaches them.
+    """
     for case, best, bar in ((BALANCED, PREFILL, 1.85), (DECODE_LIKE, DECODE, 1.6)):
         full, half = case.op_seconds(2.0), case.op_seconds()
         prices = {variant.name: variant.price(full, half, 8) for variant in SCHEDULED}
@@ -76,7 +78,9 @@ def test_prices_of_the_virtual_cases() -> None:
 
 @dataclass
 class MadeUpLink:
-    """Group of one of two ranks: exchanges travel one by one, from the device's time on."""
+    """Stand-in for a rank's group of two ranks. Exchanges pass the link one by one, each from the
+    device's current time on at the earliest.
+    """
 
     bytes_per_s: float
     rank: int = 0
@@ -102,8 +106,9 @@ def played(case: DeviceCase, variant: Variant) -> float:
 
 
 def test_communication_hides_in_made_up_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the bars of `make bench-quick` on executed schedules: prefill's two micro-batches on a
-    balanced link, decode's five stages with long attention. Each takes the time of its price.
+    """Check the speedups that `make bench-quick` demands on executed schedules: prefill's two
+    micro-batches on a balanced link, decode's five stages with long attention. Each schedule takes
+    the time of its price.
     """
     monkeypatch.setattr(overlap_device, "_sleep_until", lambda when_s: None)
     made = []

@@ -1,5 +1,5 @@
-"""The link of PacedGroup in simulated time: as slow as configured, first in, first out, and busy
-while the rank computes.
+"""The link of PacedGroup in simulated time: it is as slow as configured, sends first in, first out,
+and goes on while the rank computes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Clock:
 
 @dataclass
 class Instant:
-    """A group with a peer that answers at once, with ones."""
+    """Group of two ranks in which the peer answers at once, with ones."""
 
     clock: Clock
     rank: int = 0

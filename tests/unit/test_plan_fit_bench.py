@@ -1,4 +1,6 @@
-"""The planner's fit: it finds the constants of given points, and a simulated unit is near its plan."""
+"""The bench that fits the planner's constants: it finds the constants of given points, and a
+simulated unit is near its plan.
+"""
 
 from __future__ import annotations
 

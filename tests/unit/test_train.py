@@ -59,7 +59,9 @@ def test_a_sequence_shorter_than_the_distance_has_no_target(num_padded: int) -> 
 
 
 def test_the_second_application_is_the_one_of_serving() -> None:
-    """Compare with the layer over the first application's entries up to a row, plus the row's own."""
+    """Compare each row's second application with the MTP layer over a chain: the first
+    application's entries up to this row, then the row's own entry of its draft.
+    """
     model, batch = Model(TINY), counting(7, 3, 9)
     text = (
         model.hidden(batch.tokens, batch.positions, batch.bounds),
@@ -68,7 +70,7 @@ def test_the_second_application_is_the_one_of_serving() -> None:
         batch.bounds,
     )
     states = model.mtp_hidden(*text)
-    rows = torch.tensor([0, 2, 4, 10, 15])  # None of the second sequence.
+    rows = torch.tensor([0, 2, 4, 10, 15])  # No rows of the second sequence.
     drafts = torch.tensor([4, 0, 9, 1, 1])
     got = model.mtp_second_hidden(*text, states, rows, drafts)
 
@@ -191,7 +193,8 @@ def test_tokens_begin_with_how_they_are_spelled_and_the_head_names_what_it_is_gi
     for word, same in (("Ġmorning", "morning"), ("ĠLisa", "Lisa")):
         nearest = alike[ids[word]].topk(2)[1].tolist()
         assert nearest == [ids[word], ids[same]]
-    # A direction found with some words predicts the fourth letter of others.
+    # A direction in the embedding, found with half of the words, tells which others have "n" as
+    # their fourth letter.
     found = {word: token for token, (word, _, _) in enumerate(spellings(tokenizer))}
     words = [word for word in found if word.isascii() and word.isalpha() and len(word) > 4]
     random.Random(1).shuffle(words)

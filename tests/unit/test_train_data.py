@@ -169,7 +169,7 @@ def test_a_resumed_run_gives_what_an_undisturbed_one_does(tmp_path: Path) -> Non
     broken = run_in(tmp_path / "broken")
     update = broken.update
 
-    def update_and_stop(batch: Batch) -> tuple[Losses, list[float]]:  # Like SIGTERM.
+    def update_and_stop(batch: Batch) -> tuple[Losses, list[float]]:  # As SIGTERM does.
         if broken.step == 2:
             broken.stop()
         return update(batch)

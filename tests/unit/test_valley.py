@@ -18,7 +18,7 @@ from examples.valley import NODE_LABEL, Piece, Valley, work
 
 @dataclass
 class OneNode:
-    """A placement group of the job."""
+    """Stand-in for a placement group of the job, on one node."""
 
     name: str
     node: str
@@ -27,7 +27,7 @@ class OneNode:
 
 @dataclass
 class Cluster:
-    """Cluster of three nodes, with groups by name, and running pieces that end when the test says so."""
+    """Fake cluster of three nodes, with groups by name, and running pieces that the test ends."""
 
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     at_hand: dict[int, Piece] = field(default_factory=dict)

@@ -126,8 +126,8 @@ GREEDY: dict[str, Any] = {
 
 
 def draw_at_length(grammars: Grammars, num_tokens: int) -> int:
-    """Draw letters of texts under GREEDY, one after the other. Return the number of tokens until
-    the texts' shared automata were made anew.
+    """Draw letters of texts under GREEDY, one after the other. Return the number of tokens after
+    which the texts' shared automata were made anew; fail if `num_tokens` are too few for that.
     """
     rng, first = random.Random(0), None
     for number in range(num_tokens):
@@ -269,7 +269,7 @@ def test_a_model_may_open_its_reasoning_itself(grammars: Grammars) -> None:
 def test_a_reasoning_ends_within_its_budget(
     grammars: Grammars, schema: dict[str, Any] | None, opens: int
 ) -> None:
-    """Check the budget also with drafts, and with anything that may follow the reasoning."""
+    """Check the budget with drafts and without, before free text and before a schema."""
     text = "" if schema is None else grammar_text(schema, follows_reasoning=True)
     within: set[int] | None = None if schema is None else FREE
     for budget in (0, 1, 3):
@@ -304,7 +304,9 @@ def test_calls_end_a_bounded_reasoning_as_its_mark_does(grammars: Grammars) -> N
 
 @pytest.mark.parametrize("run", [" " * 20, "\t" * 20, "\n\n" + " " * 20, " \r\n\r\n"])
 def test_a_text_is_not_made_of_blanks(grammars: Grammars, run: str) -> None:
-    """Limit blanks: a model without knowledge of JSON would repeat them for ever."""
+    """Forbid one more blank after each of these runs: a model that does not know JSON would add
+    blanks for ever.
+    """
     follower = Follower(grammar({"type": "object"}), ids("{" + run[:-1]))
     rows = allowed(grammars, follower, ids(run[-1]))
     own = BYTE_TO_ID[run[-1].encode()]

@@ -1,4 +1,4 @@
-"""Unsupported files of a tokenizer: the error names them and says what to do."""
+"""Unsupported tokenizer files: the error names the file, the field and its value."""
 
 from __future__ import annotations
 
