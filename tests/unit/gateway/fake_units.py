@@ -50,7 +50,7 @@ class Running:
 
 
 class FakeUnits:
-    """Fake units with `step_s` seconds between steps. Nothing moves while `go` is cleared. They
+    """Fake units with `step_s` seconds between steps. They do nothing while `go` is cleared. They
     send no heartbeats: fronts of tests wait as long as a test does (`UNIT_TIMEOUT_S`).
     """
 

@@ -1,5 +1,5 @@
-"""Closing facts of a gateway: one per generation, which bills what was streamed to the client,
-however the generation ended.
+"""Facts that a gateway sends to the ledger: one at the end of each generation. It bills what was
+streamed to the client, however the generation ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRICES = "0.1/0.2/0.3"
 
 
 class List:
-    """Sink that keeps the facts in lists."""
+    """Stand-in for the ledger that keeps facts in lists."""
 
     def __init__(self) -> None:
         self.facts: list[Fact] = []
@@ -320,7 +320,7 @@ async def test_a_lost_unit_is_a_retry_and_no_second_bill(model: ServedModel) -> 
 async def test_tokens_of_a_request_that_ends_early_are_counted_as_they_are_billed(
     model: ServedModel, end: str, stream: bool
 ) -> None:
-    """Each of its two choices has 5 output tokens when the request ends."""
+    """Each of the request's two choices has 5 output tokens when the request ends."""
     clock = Clock()
     script = spell(model, "abc", then_stop=False)
     async with booked(model, script, step_s=0.001, now=clock) as (it, sink):

@@ -1,4 +1,4 @@
-"""First turns of agents: requests as Codex and Claude Code send them by themselves are served."""
+"""First requests of agents, in the form in which Codex and Claude Code send them, are served."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PIECES = [USER, ASSISTANT, EOS, BOS, "<think>", "</think>", *"<>｜a \né\ufdd0"
 
 
 def rendered(turns: list[Turn]) -> str:
-    """Return the template as plain jinja2 renders it with transformers' settings."""
+    """Return the prompt of these turns as plain jinja2 renders it, with transformers' settings."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     messages = [
         {"role": turn.role, "content": turn.content.rpartition("</think>")[2]} for turn in turns
@@ -77,7 +77,9 @@ def test_texts_hold_no_control_token(model: ServedModel, text: str, role: str) -
 
 
 def test_control_words_in_the_ordinary_vocabulary(folder: Path, tmp_path: Path) -> None:
-    """A word of the vocabulary is one token with `ignore_merges`, even a control token's text."""
+    """A text that the vocabulary has becomes one token under `ignore_merges`. In plain text that
+    must not happen to the text of a control token.
+    """
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["model"]["ignore_merges"] = True
     fields["pre_tokenizer"] = {

@@ -1,5 +1,5 @@
-"""Rules for every request: its id, the names and pages that are answered, and its line in the
-access log.
+"""Rules for every request: its id, the host names and origins that are answered, and its line in
+the access log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ LOCAL = {"bound_host": "127.0.0.1"}
     "pages; [gateway] allowed_hosts and cors_origins add others."
 )
 async def test_a_local_server_without_keys_answers_to_its_own_names(model: ServedModel) -> None:
-    """DNS rebinding leads a page's own name to this server; its requests send that name."""
+    """DNS rebinding makes a web page's own host name lead to this server. The page's requests then
+    send that name in their Host header.
+    """
     async with scene(model, **LOCAL, settings=GatewayConfig(allowed_hosts=("box.lan",))) as it:
         for host in (
             "localhost:8000",

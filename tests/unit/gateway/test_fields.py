@@ -94,7 +94,9 @@ MORE: dict[str, Any] = {
     "thinking": {"type": "enabled"},
     "reasoning": {},
 }
-"""Other fields that an object needs when one of its own fields is tested."""
+"""Top-level field -> a valid object for it, used if a test sets one of this object's own fields.
+API_TO_MORE has precedence.
+"""
 
 
 def parse(api: str, body: dict[str, Any]) -> Any:
@@ -134,7 +136,7 @@ def paths_of(*verdicts: Verdict) -> Iterator[tuple[str, str, FieldRow]]:
                 yield api, path, row
 
 
-# ---- refused and inert ----
+# ---- fields that are refused, and fields without effect ----
 
 
 @pytest.mark.promise("The 400 for a refused field names it")
@@ -149,7 +151,7 @@ def test_what_is_refused_is_refused_by_name(api: str) -> None:
         assert caught.value.param == path.replace("[]", "[0]")
         assert row.note in str(caught.value)
         plain = parse(api, body)
-        plain = plain.chat if api == RESPONSE else plain  # Its reply echoes the request.
+        plain = plain.chat if api == RESPONSE else plain  # A response echoes its request.
         for value in () if path.startswith("tools[].function") else (None, *row.harmless):
             asked = parse(api, with_field(body, path, value))
             asked = asked.chat if api == RESPONSE else asked
@@ -165,13 +167,13 @@ def test_what_is_inert_changes_nothing(api: str, caplog: pytest.LogCaptureFixtur
         body = body_for(api, path)
         value = True if path.endswith(("strict", "async")) else "some thing"
         asked = [parse(api, each) for each in (body, with_field(body, path, value))]
-        if api == RESPONSE:  # Its reply echoes the request.
+        if api == RESPONSE:  # A response echoes its request.
             asked = [each.chat for each in asked]
         assert asked[0] == asked[1], path
     assert not caplog.records
 
 
-# ---- served ----
+# ---- fields that are served ----
 
 BUDGETS = dict.fromkeys(
     (
@@ -402,7 +404,7 @@ def test_the_sdks_fields_stand_in_the_table(api: str, kind: Any) -> None:
         begun = list(itertools.accumulate(path.split("."), lambda a, b: f"{a}.{b}"))
         ends = [rows.get(each.removesuffix("[]")) for each in begun]
         if any(row is not None and row.verdict is not Verdict.SERVED for row in ends):
-            return True  # The verdict covers all that it contains.
+            return True  # An object's verdict covers all its fields.
         return path in rows or any(step in path for step in FREE_FORM)
 
     assert [path for path in dict.fromkeys(typed_paths(kind)) if not is_known(path)] == []
@@ -455,7 +457,7 @@ def test_other_services_fields_stand_in_the_tables(service: str) -> None:
         assert [name for name in OTHERS[service].split() if name not in rows] == [], api
 
 
-# ---- no field of the table ----
+# ---- fields that the table does not have ----
 
 
 @pytest.mark.promise("Unknown fields change nothing either, and the log names each once.")

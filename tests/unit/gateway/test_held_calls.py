@@ -245,7 +245,7 @@ def test_drafts_change_no_mask(format: ToolFormat) -> None:
 
 
 def test_a_call_or_content() -> None:
-    """A reply is either a call or content."""
+    """If a grammar allows calls and content, a reply has either calls or content, never both."""
     content = closed(answer={"enum": ["yes", "no"]})
     choosing = Choosing((CITY,))
     grammar = held(V31, choosing, content=content)

@@ -287,7 +287,8 @@ async def test_permits_are_generations(model: ServedModel) -> None:
         error_of(reply, 429, "overloaded")
         assert "this tenant" in reply.json()["error"]["message"]
         totals = it.gateway.link.snapshot().totals
-        assert (totals.refused, totals.tokens_refused) == (18, 18 * 2)  # A begin mark and a letter.
+        # Each prompt is a begin token and a letter.
+        assert (totals.refused, totals.tokens_refused) == (18, 18 * 2)
         assert it.gateway.link.num_open == 72
         other = asyncio.create_task(
             it.client.post("/v1/completions", json={**body, "prompt": "a"}, headers=two)

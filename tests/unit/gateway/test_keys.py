@@ -36,7 +36,9 @@ ALICE = Tenant(
 
 @pytest.mark.parametrize("key", ["secret", hashed("secret")])
 def test_a_line_says_all_of_a_tenant(key: str) -> None:
-    """A key and its hash give the tenant the same salt, so its cached KV is found after hashing."""
+    """A key and its hash give the tenant the same salt. So its cached KV is still found when the
+    file's line gets the hash in place of the key.
+    """
     keys = Keys((f"{key} {LINE}", "other"))
     assert keys.check("Bearer secret") == ALICE
     assert keys.check("Bearer secret").name == "alice"
@@ -293,6 +295,6 @@ async def test_following_goes_on_after_an_error() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hadal.gateway.desk.keys.FOLLOW_S", 0.0)
-        with pytest.raises(RuntimeError):  # No steps are left.
+        with pytest.raises(RuntimeError):  # `steps` is used up.
             await follow(changed, taken.append)
     assert len(taken) == 1

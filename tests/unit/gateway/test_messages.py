@@ -1,4 +1,4 @@
-"""/v1/messages: what bodies mean, and Anthropic's own client at a real port."""
+"""/v1/messages: the meaning of bodies, and Anthropic's own client at a real port."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def as_message(ask: ChatAsk) -> ChatAsk:
     return replace(ask, ask=replace(ask.ask, ends_with_room=True))
 
 
-# ---- what bodies mean ----
+# ---- meaning of bodies ----
 
 
 def test_a_conversation_is_the_same_chat() -> None:

@@ -1,4 +1,4 @@
-"""The official client's own types read every chunk and every body."""
+"""The types of OpenAI's own client read every chunk and every body."""
 
 from __future__ import annotations
 

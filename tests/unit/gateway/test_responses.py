@@ -1,4 +1,4 @@
-"""/v1/responses: what bodies mean, kept responses, and OpenAI's own client at a real port."""
+"""/v1/responses: the meaning of bodies, kept responses, and OpenAI's own client at a real port."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chat(**fields: Any) -> ChatAsk:
     return parse_chat(json.dumps({"model": "small", **fields}).encode())
 
 
-# ---- what bodies mean ----
+# ---- meaning of bodies ----
 
 
 def test_a_conversation_is_the_same_chat() -> None:

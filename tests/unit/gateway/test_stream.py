@@ -1,4 +1,4 @@
-"""The assembler gives the text of its plain definition, however the tokens are grouped."""
+"""The assembler of replies gives the text of a plain definition, however the tokens are grouped."""
 
 from __future__ import annotations
 

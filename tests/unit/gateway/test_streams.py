@@ -22,7 +22,7 @@ WORDS = " ".join(str(number) for number in range(700))
 
 
 class Counted:
-    """Stream that counts its calls."""
+    """Stream that counts the calls of its methods."""
 
     def __init__(self, due_s: float) -> None:
         self.due_s = due_s

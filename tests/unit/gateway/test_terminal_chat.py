@@ -102,7 +102,7 @@ def test_ctrl_c_stops_the_answer_only(model: ServedModel, monkeypatch: pytest.Mo
             assert turn.stopped
             assert talking.history[-1] == {"role": "assistant", "content": turn.content}
             assert "stopped" in shown.getvalue()
-        # `serving` asserts at its end that the server has released the request.
+        # `serving` waits at its end until the server has released the request.
 
 
 def test_errors_in_the_stream() -> None:

@@ -323,7 +323,7 @@ def test_logprobs_are_of_what_is_said_and_stops_too(vocabulary: Vocabulary) -> N
     assert piece.finish is None
 
 
-# ---- forced ----
+# ---- forced calls ----
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -431,7 +431,7 @@ _TURN = '{"a": 1})g({"b": "<｜User｜>"})<end>'
     ("template", "turn"),
     [
         (_past(_NAMED.replace("ARGUMENTS", "")), f"Wait.f({_TURN}"),
-        # Like the first templates of DeepSeek-V3 and R1: calls are shown only in turns without text.
+        # Like the first templates of DeepSeek-V3 and R1: calls are read only in turns without text.
         (
             _past(_NAMED.replace("ARGUMENTS", ""), role="m['content'] is none"),
             f"Wait.<end><｜Assistant｜>f({_TURN}",
@@ -599,7 +599,7 @@ def test_what_a_client_leaves_null_is_empty() -> None:
     assert "Parameters: {}" in text
 
 
-# ---- what does not end ----
+# ---- replies that would not end ----
 
 
 @pytest.mark.parametrize("run", [" " * 128, "a" * 128, " \n" * 64, "a\n" * 64])
