@@ -56,7 +56,7 @@ def test_every_token_is_computed_once_and_every_prompt_ends(rule: Rule) -> None:
     assert out.num_tokens == sum(arrival.num_tokens for arrival in LOAD.arrivals)
     assert len(out.ttfts_s) == len(LOAD.arrivals)
     assert min(out.ttfts_s) > 0
-    # The work does not depend on the cuts.
+    # How prompts are cut does not change the ideal time.
     assert out.ideal_s == pytest.approx(ideal_s(LOAD, 8))
 
 

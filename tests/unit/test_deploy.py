@@ -131,7 +131,7 @@ def test_an_image_can_be_built_from_a_digest(path: Path) -> None:
 
 
 FIXED = {
-    "jinja2": "3.1.6",  # CVE-2025-27516, CVE-2024-56326: out of the sandbox
+    "jinja2": "3.1.6",  # CVE-2025-27516, CVE-2024-56326: escapes from the sandbox
     "starlette": "0.49.1",  # CVE-2025-62727: Range headers
     "python-multipart": "0.0.31",  # CVE-2026-24486, -40347, -42561, -53540
 }

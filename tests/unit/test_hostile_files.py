@@ -274,8 +274,8 @@ def test_text_that_only_looks_long_is_read() -> None:
 
 
 def test_a_file_is_a_file_and_has_an_end(tmp_path: Path) -> None:
-    """Read a pipe, which once blocked, and a gigabyte of zeros in a few bytes, which was once
-    unpacked.
+    """Read a pipe, which once blocked, and a gzip file of 600 MiB of zeros, which was once unpacked
+    whole.
     """
     os.mkfifo(tmp_path / "pipe.toml")
     with pytest.raises(ConfigError, match=r"pipe\.toml: not a file"):

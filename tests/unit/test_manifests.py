@@ -38,7 +38,9 @@ PUBLISHED_NODES = 30
 IMAGE_USER = 10001
 """User and group of deploy/kuberay/Dockerfile (tests/unit/test_deploy.py)."""
 OBJECT_STORE_BYTES = 80_000_000
-"""Ray's object store, which is unused; by default it would take 30 % of the memory for KV pools."""
+"""Bytes of Ray's object store, which is unused. By default it would take 30 % of the memory, which
+KV pools need.
+"""
 HEAD_ENVIRONMENT = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",

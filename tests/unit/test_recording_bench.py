@@ -1,4 +1,6 @@
-"""The bench of recording: it writes the recorded bytes again; the rest is arithmetic."""
+"""The bench of recording: it records the calls of a recording again, and its figures follow from
+given times.
+"""
 
 from __future__ import annotations
 

@@ -134,8 +134,8 @@ def test_a_builder_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
     need_kernels()
     shutil.copytree(
         cache_folder() / "train", tmp_path / "train"
-    )  # Built, so that it takes seconds.
-    (tmp_path / "train" / "lock").touch()  # Left by a killed builder.
+    )  # Already built, so that the test takes seconds.
+    (tmp_path / "train" / "lock").touch()  # A lock that a killed builder left.
     code = "from train.experts import kernels; assert kernels() is not None"
     own = {**os.environ, "HADAL_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], timeout=300, check=True, cwd=ROOT, env=own)

@@ -1,5 +1,5 @@
-"""The off-peak example job with a fake Ray: it releases nodes for waiting groups, and does each piece
-once.
+"""The off-peak example job with a fake Ray: it releases nodes for other jobs' waiting groups, and
+does each piece once.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ def test_time_in_which_nothing_came_was_offered_too() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_stream_is_read_however_it_is_cut(size: int) -> None:
-    """Cut the stream anywhere. U+2028 and U+0085 in JSON end no line, although they do in Unicode."""
+    """Cut the stream anywhere. U+2028 and U+0085, at which `str.splitlines` splits, end no line in
+    it.
+    """
     chunk = {"choices": [{"delta": {"content": "one\u2028two\u0085three"}}]}
     text = json.dumps(chunk, ensure_ascii=False)
     data = f"data: {text}\r\n\r\n: wait\n\ndata: [DONE]\n\n".encode()

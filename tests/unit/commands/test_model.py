@@ -214,7 +214,7 @@ def config_changed(folder: Path) -> str:
 
 def tokenizer_missing(folder: Path) -> str:
     (folder / "tokenizer.json").unlink()
-    return "tokenizer.json: no"  # Followed by "t found" or "such file".
+    return "tokenizer.json: no"  # Begins both "not found" and "no such file".
 
 
 def template_damaged(folder: Path) -> str:

@@ -1,5 +1,5 @@
 """Parts of a simulation in processes of their own: their results and errors. No process is left
-behind, however the command ends.
+behind, however the pool ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONG_S = 600.0
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """Set Python's own handler of Ctrl-C before and after each test."""
+    """Set Python's own handler of Ctrl-C before and after each test, which must leave no process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)

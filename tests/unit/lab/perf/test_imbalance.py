@@ -31,7 +31,7 @@ def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> fl
 
 
 def published_loads(phase: str) -> list[NDArray[np.float64]]:
-    """Return the tokens [58, 256] of each of SGLang's published workloads."""
+    """Return each of SGLang's published workloads as tokens [58 layers, 256 experts]."""
     found = []
     for path in sorted(shared_data("expert_loads").glob(f"{phase}_*.json.gz")):
         loads = np.array(

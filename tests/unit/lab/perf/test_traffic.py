@@ -1,4 +1,4 @@
-"""Dispatch and combine: distinct nodes by counting, bytes by hand, DeepEP's rows, and monotony."""
+"""Dispatch and combine: distinct nodes by counting, bytes by hand, DeepEP's rows, and monotonicity."""
 
 import itertools
 

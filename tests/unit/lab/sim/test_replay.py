@@ -82,7 +82,7 @@ def test_measures(recordings: list[Recording]) -> None:
 def test_another_policy_is_noticed(
     recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Change the front's choice of decode unit: the first other choice is the difference."""
+    """Change the front's choice of decode unit: the first changed choice is reported."""
     chosen = RequestRouting.decode_unit
 
     def worst(self: RequestRouting, record: Record) -> str | None:
@@ -133,7 +133,9 @@ def first_sending(recordings: list[Recording], kind: type) -> tuple[int, Call]:
     "the recorded ones, byte for byte, or the replay ends and names the difference"
 )
 def test_a_message_that_was_not_recorded_is_a_difference(recordings: list[Recording]) -> None:
-    """Remove a Prefill from the front's recorded effects: the replay sends one more."""
+    """Remove a Prefill from the front's recorded effects: the replay, which sends it, must report
+    that.
+    """
     number, call = first_sending(recordings, Prefill)
     kept = tuple(
         e for e in call.effects if not (isinstance(e, Send) and isinstance(e.message, Prefill))
@@ -148,7 +150,7 @@ def test_a_message_that_was_not_recorded_is_a_difference(recordings: list[Record
 
 
 def test_a_change_of_order_is_a_difference(recordings: list[Recording]) -> None:
-    """Swap two effects of a call."""
+    """Swap two recorded effects of a call: the replay must name this call."""
     (front,) = (recording for recording in recordings if recording.process == "front")
     number, call = next(
         (n, c)

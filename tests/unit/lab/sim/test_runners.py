@@ -221,7 +221,9 @@ def test_nobody_has_drafts_who_left_or_came_again_or_whose_unit_formed_anew() ->
     ("phase", "schedule"), [(DECODE, DECODE_FIVE), (PREFILL, PREFILL_DUAL), (DECODE, SEQUENTIAL)]
 )
 def test_op_times_are_the_walk_s_sums(phase: str, schedule: object) -> None:
-    """Compare compute and posts with the lane's sums, plus the dense layers."""
+    """Compare times by op with the sums of the schedule's walk: compute, to which the dense layers
+    are added, and link.
+    """
     model = StepModel(32)
     name = schedule.name  # type: ignore[attr-defined]
     step = (

@@ -1,4 +1,6 @@
-"""Columns of requests: blocks are named by session and position; names are equal where the text is."""
+"""Columns of requests: blocks are named by session and position, and have equal names where their
+texts are equal.
+"""
 
 from __future__ import annotations
 

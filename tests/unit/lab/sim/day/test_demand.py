@@ -1,4 +1,4 @@
-"""A day's demand: hours that add up, fewer hits in a smaller cache, own randomness."""
+"""A day's demand: hours that add up, fewer hits in a smaller cache, independent random numbers."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def test_a_steady_flow_obeys_littles_law() -> None:
         made.step(1200.0, 60.0)
     before, held_s = made.num_finished, made.held_s
     made.step(1200.0, 60.0)
-    # 20 per second: 10 per unit. Its batch b per rank solves b x 10 ranks = 10 x 500 x (0.02 +
-    # 0.0002 b): b = 11.11.
+    # 20 requests per second, 10 per unit. A unit's batch b per rank solves b x 10 ranks =
+    # 10 x 500 x (0.02 + 0.0002 b): b = 11.11.
     assert [num / 10 for num in made.held.values()] == pytest.approx([11.111, 11.111], rel=1e-3)
     assert made.num_finished - before == pytest.approx(1200.0)
     seconds = (made.held_s - held_s) / (made.num_finished - before)

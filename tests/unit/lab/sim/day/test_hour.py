@@ -1,4 +1,6 @@
-"""A window of an hour: determined by its seed, with valid ledgers, equal to the fluid's hour."""
+"""A window of an hour (some seconds, simulated request by request): determined by its seed, with
+valid ledgers, equal to the fluid's hour.
+"""
 
 from __future__ import annotations
 

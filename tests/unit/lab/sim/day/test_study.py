@@ -24,7 +24,9 @@ def part(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_default_is_the_published_fleet() -> None:
-    """Check prefill EP32 on 4 nodes with 32 redundant experts, decode EP144 on 18 (overview)."""
+    """Check prefill EP32 on 4 nodes with 32 redundant experts, decode EP144 on 18 (DeepSeek's
+    overview).
+    """
     rules = DAY.rules()
     assert (rules.prefill.unit_nodes, rules.decode.unit_nodes) == (4, 18)
     bundles = 9

@@ -1,4 +1,6 @@
-"""The search with the simulator: a plan that misses its promise is replaced by one with more units."""
+"""The search with the simulator: a plan that misses its SLO is replaced by a plan for a stricter
+SLO.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A unit's life: events for its leader when ranks die and come back."""
+"""Ranks of a simulated unit die and come back: the events that its leader gets."""
 
 from __future__ import annotations
 
