@@ -51,6 +51,6 @@ def read_address(path: Path) -> Address:
 
 
 def identity_of(path: Path) -> Identity:
-    """Return (inode, change time in ns); a later file of this name has another. Raises OSError."""
+    """Return (inode, change time in ns): another pair for each file at `path`. Raises OSError."""
     found = os.stat(path)  # An inode number alone may be reused.
     return found.st_ino, found.st_ctime_ns

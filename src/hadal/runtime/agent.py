@@ -1,8 +1,8 @@
 """Agent of a node: starts, watches and ends its processes, as the supervisor on another host
 orders.
 
-The agent reads a Joining as one JSON line on standard input, because it contains the deployment's
-secret, and another one when another supervisor has taken the run over. It makes its own run folder:
+The agent reads a Joining as one JSON line on standard input: an argument would show the secret in
+it. Another line follows when another supervisor takes the run over. It makes its own run folder:
 for the processes that it starts, the agent plays the part of the supervisor on their host. Every
 order names all processes that should run, so a lost order does no lasting harm (roles/nodes). The
 agent ends, with all its processes, when the run ends, when its node is released, when another agent
@@ -317,7 +317,7 @@ class Agent:
                 running.process.send_signal(signal.Signals(order.signal))
         self._forks.renew(orders.num_rollouts)
         if self._forks.is_warming:
-            return  # The supervisor repeats its orders; this one's processes start then.
+            return  # The supervisor repeats its orders; these processes start at the next ones.
         for order in wanted.values():
             # Every process of the deployment has the secret and could forge orders. So an order may
             # start only units or, on a gateway's node, only gateways.
@@ -345,7 +345,7 @@ class Agent:
 
     def _end(self, name: str, running: _NodeProcess) -> None:
         """Kill a process that is no longer wanted, if it runs. No other process starts under its
-        name until it has ended. This does not wait for that: freeing much memory takes a while.
+        name until it has ended. Does not wait for the end: freeing much memory takes a while.
         """
         del self._running[name]
         if running.code is None:
@@ -394,7 +394,7 @@ class Agent:
 
     def _speak(self, now_s: float) -> None:
         """Send new output lines, and the processes' state if it changed or the beat is due."""
-        # Report the processes first: the supervisor drops lines of unknown ones.
+        # Report the processes first: the supervisor drops output of processes it does not know.
         if self._said is None:
             self._say_news(now_s, self._facts())
         for name, running in self._running.items():
@@ -444,7 +444,7 @@ class Agent:
 
 
 def _agent_forks() -> Forks:
-    # Repeat the last module, which is imported only after a time without forks: import all now.
+    # A fork server imports its last module only once idle. Repeated, the module is imported now.
     return Forks(environment(), (*UNIT_MODULES, UNIT_MODULES[-1]))
 
 

@@ -5,8 +5,8 @@
                                                     └──> expired
 
 A validating batch may also be cancelled or expire. A line's answer is written once; a second write
-changes nothing. So no custom_id is in the output files twice, even after crashes; only lines that a
-cancelled batch left unanswered are in none. The line's cost is written in the same transaction, and
+changes nothing. So no custom_id is in the output files twice, even after crashes; only the lines
+not answered before a cancellation are missing. A line's cost is written in the same transaction and
 dropped once the ledger has it. A batch ends in one transaction, which makes its output files, sets
 its status and drops its lines. Contents are stored in the database in pieces, so that gateways on
 every host can read them. The store connects, and makes the tables, at its first use. Does not

@@ -47,7 +47,7 @@ def absolute_folder(folder: str) -> str:
 
 
 def make_cache_folder(folder: str) -> None:
-    """Make a private, writable folder. Raises ConfigError, unless it exists, full or read-only."""
+    """Make a private folder. Raises ConfigError if unusable, but not if it is full or read-only."""
     if not folder:
         return
     path = Path(folder)

@@ -51,7 +51,7 @@ def take_gpu(index: int) -> None:
     """Make the index-th GPU, modulo their number, the only one visible to this process. Must be
     called before the first CUDA call.
 
-    Every thread or library that uses the current device then uses the rank's own.
+    Every thread or library that uses the current device then uses this GPU.
     """
     visible = os.environ.get(VISIBLE)
     names = [str(number) for number in range(len(gpus()))]

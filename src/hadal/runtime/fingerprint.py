@@ -29,7 +29,7 @@ from hadal.runtime.headers import MAX_HEADER_BYTES, weight_files
 FINGERPRINT_BYTES = 16
 WHOLE_BYTES = 16 * 1024 * 1024
 NUM_SAMPLES = 64
-"""Minimum number of samples of a larger file, spread over it if it has fewer tensor pieces."""
+"""Minimum number of samples of a file above WHOLE_BYTES, if need be spread evenly over it."""
 SAMPLE_BYTES = 4096
 PIECE_BYTES = 16 * 1024 * 1024
 NUM_THREADS = 16

@@ -3,8 +3,8 @@ and applies the role's effects.
 
 One thread receives, decides and sends. A second thread computes steps; long copies, layers being
 staged and the disk cache have their own threads. The host's thread sleeps in one place only, until
-a message, a result, a timer or a signal arrives. It treats all roles alike. The leader of several
-ranks has neither runner nor pool, and only a rank of several has a stager.
+a message, a result, a timer or a signal arrives. The host treats all roles alike. A leader of
+several ranks has neither runner nor pool. Only a rank of a unit of several ranks has a stager.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class UnitHost:
                 self._end_if_stuck(self._compute.busy_s())
 
     def close(self) -> None:
-        """Release the name, the shared-memory file and the threads."""
+        """Close the wire and the runner, remove the pool's shared memory and end the threads."""
         if self._runner is not None:
-            self._runner.abort()  # Its peers may be gone already: do not wait for them.
+            self._runner.abort()  # The other ranks may be gone already: do not wait for them.
         if self._compute and not self._compute.stop(_STOP_S):
             log.warning("this process ends while a step runs")
         self._side_work.stop(_STOP_S)

@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use: the machine's, or its control groups' lower limit.
+"""Cores and memory that this process may use: the machine's, or a lower limit of control groups.
 
 Does not depend on a deployment.
 """
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Mount point of control groups, and list of this process's: one group (version 2), or one per
-controller (version 1).
+"""Mount point of control groups, and file that lists the groups of this process: one (version 2),
+or one per controller (version 1).
 """
 
 
 def num_cores() -> int:
-    """Return the number of usable cores: by affinity, or by its control groups' lower limit."""
+    """Return the number of usable cores: those of the affinity, or a lower control group limit."""
     cores = len(os.sched_getaffinity(0))
     for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         for said in _limits("cpu", files):

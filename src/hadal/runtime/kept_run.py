@@ -26,7 +26,7 @@ _FIND_S = 60.0
 
 
 def kept_run(cluster: ClusterConfig) -> Joining | None:
-    """Return Ray's record of the last run served under this name: its supervisor and its processes'
+    """Return Ray's record of the last run under `cluster.name`: its supervisor and its processes'
     settings. None: the run ended in order, or there was none. Raises ConfigError if Ray does not
     answer, or if the run's supervisor still serves.
     """

@@ -95,7 +95,7 @@ class MemoryPlan:
     prefill: RankMemory
     decode: RankMemory
     num_ranks: tuple[int, int]
-    """Ranks of all prefill units, and of all decode units."""
+    """Ranks of all prefill units and of all decode units, at the fleet's largest size."""
     warnings: tuple[str, ...]
     mapped_bytes: int | None = None
     """Bytes of one copy of the model's weights, if all ranks of a host map the same files. None:

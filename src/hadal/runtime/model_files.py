@@ -25,7 +25,7 @@ LOOK_S = 1.0
 """Time between two checks, a few stat calls each."""
 
 _State = dict[str, tuple[int, int, int]]
-"""File name -> size, time of its last change, inode number."""
+"""File name -> size in bytes, time of the last change in ns, inode number."""
 
 
 def check_model(run: Run) -> None:

@@ -166,7 +166,7 @@ class _Addresses:
         self._agents[agent] = now_s
 
     def forget_agents(self, now_s: float, current: Collection[str]) -> list[str]:
-        """Forget replaced agents after a lease of silence: they have ended. Return their names."""
+        """Forget replaced agents without a message for `lease_s`: they have ended. Return names."""
         forgotten = [
             name
             for name, heard_s in self._agents.items()
@@ -333,7 +333,7 @@ class LiveNodes:
         return shown != self._shown
 
     def keep(self, now_s: float, nodes: Collection[int]) -> None:
-        """Request these nodes; release groups with none of them. While adopting, do nothing."""
+        """Request these nodes; release groups without any of them. While adopting, do nothing."""
         if self.is_adopting:
             return
         for number in self._provided.keep(now_s, nodes):
@@ -390,7 +390,7 @@ class LiveNodes:
             self._wire.send(self._nodes.nodes[elsewhere.node].agent, Suspect(name))
 
     def pump(self, timeout_s: float) -> None:
-        """Receive and handle only agents' messages, while the run ends."""
+        """Receive messages while the run ends; handle those of agents and drop all others."""
         for message in self._wire.receive(timeout_s):
             if isinstance(message, NodeNews | Printed):
                 self.handle(time.monotonic(), message)

@@ -78,7 +78,7 @@ try:
 except AuthenticationError:
     sys.exit({_REFUSED})
 """
-"""Program that asks a head without a token. Its argument is the head's address."""
+"""Program that sends a Ray head a request without a token. Its argument is the head's address."""
 _ASK_S = 60.0
 log = logging.getLogger("hadal.ray")
 
@@ -141,7 +141,7 @@ class NodeActor:
         return _for_node(asked, asked.node, self._address)
 
     def _look_for_successor(self) -> None:
-        """Use the recorded joining unless older: Ray restarts an actor with its first arguments."""
+        """Use Ray's record unless it is older: Ray restarts an actor with its first arguments."""
         kept = _kept(self._joining.run.deployment.cluster.name)
         if kept is not None and kept.run.run_id == self._joining.run.run_id:
             changed = _for_node(kept, self._joining.node, self._address)
@@ -241,8 +241,8 @@ class RayNodeProvider:
         _internal_kv_put(self._name.encode(), packed, namespace=_NAMESPACE)
 
     def _claim(self) -> bool:
-        """Claim this supervisor's term; of several at the same time, the first succeeds. Return
-        False if another has the term.
+        """Claim this supervisor's term; of several claims at the same time, the first succeeds.
+        Return False if another supervisor has the term.
         """
         term, claim = self._joining.run.term, self._joining.supervisor.endpoint.encode()
         key = _claim_key(self._name, term)
@@ -309,7 +309,7 @@ class RayNodeProvider:
         return group not in self._late, group != self._gateways, len(group)
 
     def _forget_removed(self) -> None:
-        """Drop groups that their agents released after a long time without a supervisor."""
+        """Drop groups that their actors released after a long time without a supervisor."""
         if time.monotonic() - self._looked_s < _FLOOR_S:
             return
         self._looked_s = time.monotonic()

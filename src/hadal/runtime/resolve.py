@@ -298,7 +298,7 @@ def _most_ranks(deployment: Deployment) -> int:
 
 
 def resolve(deployment: Deployment) -> Resolved:
-    """Plan a deployment that can run; make its cache folder. Raises Config- or CheckpointError."""
+    """Plan and check a deployment; make its cache folder. Raises ConfigError or CheckpointError."""
     resolved = plan(deployment)
     deployment, memory = resolved.deployment, resolved.memory
     is_here = not deployment.cluster.spans_hosts
@@ -367,7 +367,7 @@ def model_folder(model: str) -> Path:
 
 
 def deployment_file(asked: Path) -> Path:
-    """Return the requested file; for a bare name without a file, such as laptop_ep, the shipped."""
+    """Return the requested file; the shipped one for a bare name that is no file (laptop_ep)."""
     shipped = _CONFIGS / f"{asked}.toml"
     return (
         shipped if asked.name == str(asked) and not asked.exists() and shipped.is_file() else asked

@@ -129,12 +129,12 @@ class SideWork:
         if self._stager and not self._stager.stop(timeout_s):
             log.warning("this process ends while it stages experts")
         if self._disk:
-            self._disk.stop(timeout_s)  # Before the pool closes: it copies to and from it.
+            self._disk.stop(timeout_s)  # Before the pool closes: its threads copy to and from it.
         if self._view:
             self._view.stop(timeout_s)
 
     def close(self) -> None:
-        """Release the pool and its shared-memory file."""
+        """Close the KV wire, and release the pool and its shared-memory file."""
         if self._kv_wire:
             self._kv_wire.close()
         if self._pool:

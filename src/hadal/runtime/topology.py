@@ -1,8 +1,8 @@
 """Launch plan of a deployment: its processes, their nodes and arguments, and whether this host can
 run them. Pure arithmetic.
 
-A unit that fills nodes gets its own. Smaller ones share nodes: GPUs are counted, while CPU ranks
-are processes that share one host.
+A unit that fills whole nodes gets nodes of its own. Smaller units share nodes: GPUs are counted,
+while any number of CPU ranks, which are processes, may share a host.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
 
 
 def place_units(deployment: Deployment) -> list[UnitNodes]:
-    """Place units on nodes in order. A unit that fills nodes gets its own: several, or in a cluster
-    also one. A small unit gets the first node that no unit fills, with enough free GPUs if it needs
-    any: a node has room for any number of CPU ranks of small units.
+    """Place units on nodes in order. A unit that fills two or more nodes, or one node of a cluster,
+    gets nodes of its own. A smaller unit gets the first node that no unit fills and that has enough
+    free GPUs if the unit needs any: a node has room for any number of CPU ranks.
     """
     placed: list[UnitNodes] = []
     used: list[int] = []
@@ -176,8 +176,8 @@ def gateway_nodes(deployment: Deployment) -> tuple[int, ...]:
 
 
 def node_groups(deployment: Deployment) -> tuple[tuple[int, ...], ...]:
-    """Return groups of nodes that are provided together or not at all, each node a different host of
-    its group: nodes of one large unit, a node shared by small units, and last the gateways' nodes.
+    """Return groups of nodes that are provided together or not at all: nodes of one large unit, a
+    node shared by small units, and last the gateways' nodes. Nodes of a group are different hosts.
     """
     groups = dict.fromkeys(unit.nodes for unit in place_units(deployment))
     nodes = gateway_nodes(deployment)

@@ -1,5 +1,5 @@
-"""Live messages of the Wire seam: pyzmq PUSH/PULL with msgpack, over Unix sockets between processes of
-a host and over TCP between hosts.
+"""Messages between processes (effect Send of core/seams): pyzmq PUSH/PULL with msgpack, over Unix
+sockets between processes of a host and over TCP between hosts.
 
 A process owns one PULL socket at `<folder>/<name>.sock`; every peer that sends to it has one PUSH
 socket. If its run spans hosts, it owns another PULL socket at a TCP port of its node's address.
@@ -15,8 +15,8 @@ process after those of its successor:
   enough. PUSH sockets never reconnect to a Unix socket.
 - Every frame has its sender's name and epoch number, which counts the processes of that name. After a
   frame of a later epoch, frames of earlier ones are dropped. No clocks are compared.
-- A far message names the epoch of its receiver: the kernel may give the port of a dead process to
-  another one, and zmq reconnects by itself.
+- A far message, which goes to another host, names the epoch of its receiver: the kernel may give
+  the port of a dead process to another one, and zmq reconnects by itself.
 
 A broken connection must not lose a message between two live processes. So a far message has a number
 and is kept until the receiver acknowledges it, with its next message or after ACK_S. After a break,

@@ -63,12 +63,12 @@ class Network:
 
 
 class WireHeader(msgspec.Struct, array_like=True, frozen=True):
-    """First frame of a message. A near message sets only the first two fields."""
+    """First frame of a message. A message within a host sets only the first two fields."""
 
     name: str
     epoch_number: int
     link: int = 0
-    """Number of the link, counted by the sender for this receiver."""
+    """Number of the link among all that the sender has made to other hosts, from 1; 0: near."""
     number: int = 0
     """Number of the message on that link, from 1; 0: only an acknowledgement."""
     acked_link: int = 0
@@ -112,8 +112,8 @@ class FarLink:
         self._context = context
         self._keys = keys
         self._num_sent = self._num_pushed = 0
-        """Last number in use, and last number that zmq accepted. zmq may reject one, and after a
-        gap the receiver accepts none.
+        """Number of the last message, and of the last one that zmq accepted. If zmq rejects a
+        message, later ones wait: the receiver accepts nothing after a gap.
         """
         self._kept: deque[tuple[int, bytes, bytes]] = deque()
         """(number, body, grant) of messages not acknowledged yet."""

@@ -49,7 +49,7 @@ class LedgerOutbox:
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.path = path
         self.may_hold = path.exists()
-        """True if the file may have rows, of any writer, that this one has not tried to read."""
+        """True if the file may have rows, of any writer, that this writer has not tried to read."""
         self._max_pages = max(_PAGES_MIN, max_bytes // _PAGE_BYTES)
         self._connection: sqlite3.Connection | None = None
         self._file: os.stat_result | None = None
@@ -98,8 +98,8 @@ class LedgerOutbox:
             raise
 
     def remove(self, ids: list[int]) -> None:
-        """Remove rows that are in the database. Raises OSError or sqlite3.Error; such rows are
-        written again, and counted once.
+        """Remove rows that are in the database. Raises OSError or sqlite3.Error; rows that stay are
+        written to the database again, which counts them once.
         """
         connection = self._connected()
         with connection:

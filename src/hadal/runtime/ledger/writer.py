@@ -199,7 +199,7 @@ class LedgerWriter:
                 self.on_kept(facts)
             with self._changed:
                 self._num_taken = 0
-                # Facts of both kinds arrive mixed: losing is over only well below the lower limit.
+                # Facts of both limits arrive mixed: losing is over only well below the lower limit.
                 self._is_losing &= len(self._queue) > self._max_waiting // 4
                 if not kept:
                     self._queue.extendleft(reversed(facts))

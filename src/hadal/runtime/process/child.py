@@ -151,8 +151,8 @@ class Child:
         )
 
     def poll(self, now_s: float) -> int | None:
-        """Return the exit code if the process has just ended (negative: by that signal), and plan
-        the next start. None otherwise.
+        """Return the exit code if the process has just ended (-N: killed by signal N), and plan the
+        next start. None otherwise.
         """
         if self._process is None:
             return None

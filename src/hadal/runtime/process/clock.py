@@ -1,4 +1,4 @@
-"""The Clock seam, live: the machine's monotone clock. All processes of one host read the same one."""
+"""Live implementation of core.seams.Clock: the monotonic clock, the same for all of a host."""
 
 from __future__ import annotations
 

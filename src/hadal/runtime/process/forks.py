@@ -141,7 +141,7 @@ class Started(Protocol):
         """Output of the process; None only if its output was not requested."""
 
     def poll(self) -> int | None:
-        """Return the exit code (negative: by that signal), None while it runs."""
+        """Return the exit code (-N: killed by signal N), None while the process runs."""
 
     def wait(self, timeout: float) -> int:
         """Wait for its end and return the exit code. Raises subprocess.TimeoutExpired."""
@@ -163,7 +163,7 @@ class Forked:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code (negative: by that signal), None while it runs."""
+        """Return the exit code (-N: killed by signal N), None while the process runs."""
         if self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:

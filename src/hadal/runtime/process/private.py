@@ -132,7 +132,7 @@ def replace_private(path: Path, content: bytes) -> None:
 def _opened(folder: Path, *, is_ours: bool = False) -> Iterator[int]:
     """Open a folder and yield its descriptor. Raises OSError; for root also if a link of another
     account is on the way. `is_ours`: for root also if another account owns a folder on the way,
-    because it could replace the rest.
+    because that account could replace the folders below.
     """
     is_root, trusted = os.geteuid() == 0, {0, _unmapped()}
     at, num_links = os.open("/", _PATH | os.O_DIRECTORY), 0

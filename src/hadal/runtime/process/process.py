@@ -74,8 +74,8 @@ class Run:
     """Address of this node as processes of other hosts reach it."""
     secret: bytes = field(default=b"", repr=False)
     """Secret by which the run's processes prove that they belong to it (core/handshake). It is
-    stored in `run.json` and, for a cluster, in Ray's record of the agents (docs/cluster.md): in no
-    name, argument of a process, environment, log or recording.
+    stored in `run.json` and, for a cluster, in Ray's record of the agents (docs/cluster.md), but
+    never in a name, an argument of a process, an environment, a log or a recording.
     """
     term: int = 1
     """Number of the run's supervisor among all that served under the cluster's name."""

@@ -86,7 +86,7 @@ class Status:
     nodes: tuple[NodeStatus, ...] = ()
     """Nodes of the cluster; empty without one."""
     nodes_wrong: str = ""
-    """Reason why wanted nodes are missing or cannot be had now; empty if all is well."""
+    """Reason why wanted nodes are missing, or why none can be added now; empty if all is well."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of Hadal, Python and torch, by name."""
     rollout: RolloutStatus | None = None

@@ -1,8 +1,8 @@
 """A process with a Runner: it loads the model, or one rank's share of it, and hosts the rank's
 role. In a unit of one rank, it hosts the unit's leader (scheduler).
 
-A rank of many joins its unit's exchanges and follows the unit's leader. It listens for its peers
-before it reports readiness; the first FormPlan names them. Started by runtime/unit.
+In a unit of several ranks, a rank joins the unit's exchanges and follows its leader. It listens for
+its peers before it reports readiness; the first FormPlan names them. Started by runtime/unit.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def _host_of_many(process: RankProcess, rank: int) -> tuple[UnitHost, list[Effec
 def make_group(
     run: Run, rank: int, epoch: str, news: News, *, folder: Path, device: str = "cpu"
 ) -> MeshGroup | TorchGroup:
-    """Make the group for exchanges with the peers. `folder`: there the unit's ranks find each
-    other. Raises ConfigError if there is no such transport.
+    """Make the group for exchanges with the peers. `folder`: place where the ranks of a TorchGroup
+    find each other. Raises ConfigError if the transport is not available.
 
     The mesh reports a broken connection to `news` immediately. Torch's groups notice a lost peer
     only in an exchange with it; an idle rank gets the news from the leader.

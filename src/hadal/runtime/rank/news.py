@@ -1,5 +1,5 @@
-"""News that only a rank's process has: the progress of its runner, and lost peers. They go to its
-role and to its log.
+"""News that only a rank's process has: the progress of its runner, and lost peers. The rank's role
+and its log receive them.
 
 Independent of steps. A lost peer process gets one line in the log, from its first observer: the
 group's thread, a failed step, or the leader, which goes on without it.

@@ -142,7 +142,7 @@ def lone_comm(
 ) -> ExpertComm | None:
     """Make the dispatch of tokens to experts for a unit of one rank; None if nothing is rounded.
     Like messages between ranks it works op by op, so that the output does not depend on the number
-    of ranks: the fused step adds in another order, and a last bit may round to another code.
+    of ranks: the fused step adds in another order, and a last bit may round to another FP8 code.
     """
     if deployment.dispatch_format == "fp32" and deployment.compute == "fp32":
         return None

@@ -1,8 +1,8 @@
-"""The Disk seam, live, for a process with a KV pool: runs ReadBlocks and StoreBlocks effects.
+"""Disk cache of a process with a KV pool: runs ReadBlocks and StoreBlocks effects (core/seams).
 
-Loads and stores have separate threads, so a prompt never waits for writes. They copy and verify.
-The roles decide which blocks to store and to load; runtime/store/view reports to them all blocks on
-disk, from any writer.
+Loads and stores have separate threads, so a prompt never waits for writes; the threads copy and
+verify. The roles decide which blocks to store and to load. runtime/store/view reports to the roles
+all blocks on disk, from any writer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hadal.runtime.store.writer import DiskWriter, WriteLimits
 
 PREFILL_PART = 0.6
 """Share of the disk budget for all prefill ranks together. In DeepSeek's figures of one day,
-prompts made 266 of 434 billion new tokens, generated text the others (608 billion tokens in, 56.3 %
-of them cache hits, and 168 billion out; the inference overview).
+prompts made 266 of 434 billion new tokens, and generated text 168 billion (608 billion tokens in,
+56.3 % of them cache hits; source: the inference overview).
 """
 
 

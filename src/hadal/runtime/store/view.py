@@ -42,7 +42,7 @@ NEWS_BLOCKS = 16384
 FOLDER_S = 60.0
 """Seconds after the start in which a missing folder is normal: writers create it once they run."""
 MARKS_MAX = 4096
-"""Maximum number of queued marks. More are left out: they are statistics."""
+"""Maximum number of queued calls of `mark`. Further ones are dropped: uses are statistics."""
 
 _Names = NDArray[np.void]
 _NAME = np.dtype("V16")
@@ -91,7 +91,7 @@ class _KnownSegments:
         return []
 
     def open(self, number: int) -> _Known | None:
-        """Open a segment; None if it is not whole, or another model's."""
+        """Open a segment; None if it is gone, damaged, unreadable or another model's."""
         if number in self._foreign:
             return None
         try:

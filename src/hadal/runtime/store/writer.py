@@ -1,4 +1,4 @@
-"""Stores of a KV pool's blocks in the disk cache, behind the steps that made them.
+"""Stores of a KV pool's blocks in the disk cache, after the steps that made them.
 
     pool -> private buffer, summed -> disk slots in own segments, adjacent ones in one write ->
     fdatasync -> answer

@@ -110,7 +110,7 @@ class Exits:
         self._status.write()
 
     def _put_off_or_end(self, child: Child, now_s: float, code: int, why: str) -> None:
-        """Restart `child` much later if it can be spared or the run served; else end the run."""
+        """Restart `child` much later if the run has served or can spare it; else end the run."""
         if self._children.has_served or self._can_spare(child):
             rest_s = child.backoff.put_off(now_s)
             log.error(

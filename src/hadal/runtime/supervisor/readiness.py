@@ -22,8 +22,8 @@ from hadal.runtime.topology import CONSOLE, GATEWAY
 log = logging.getLogger("hadal.supervisor")
 
 _CONSOLE_S = 20.0
-"""Latest start of the console. It starts when all other processes are ready, so that it takes no
-processor from them, or after this time.
+"""Seconds from the run's start to the console's latest start. The console starts when all other
+processes are ready, so that it takes no processor from them, or after this time.
 """
 
 Announce = Callable[[Status], None]

@@ -52,7 +52,7 @@ from hadal.runtime.transfer.pool import PREFIX, SHM_FOLDER, remove_shared_memory
 from hadal.runtime.wire import open_wire
 
 EPOCHS_OF_A_TERM = 1 << 20
-"""Epoch numbers per supervisor, so that processes of a later supervisor have higher ones."""
+"""Epoch numbers per supervisor: processes of a later supervisor have higher numbers."""
 _LOOK_S = 0.1
 """Longest time between two calls of `_look` while nodes send only heartbeats."""
 _WARMING_S = 0.02

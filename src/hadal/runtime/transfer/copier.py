@@ -2,8 +2,8 @@
 own, so that no copy delays tokens.
 
 A pull never overtakes an earlier one of its request. One thread at a time pulls from a source, so a
-dead source blocks one thread, and pulls from other sources go on. Depends on leases and own block
-ids, not on requests.
+dead source blocks one thread, and pulls from other sources go on. Of a request it uses only the id
+and the attempt number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hadal.runtime.transfer.kv import KvWire
 from hadal.runtime.worker import Worker
 
 INLINE_BYTES = 2 * 1024 * 1024
-"""Largest copy that runs in the host's thread. It takes less than a millisecond, the cost of
-handing it to a thread and back on busy cores.
+"""Largest copy that runs in the host's thread. Such a copy takes less than a millisecond; handing
+it to a thread and back takes as long on busy cores.
 """
 NUM_THREADS = 4
 """Number of threads, which wait for sockets or copy. With several of them, sources that die

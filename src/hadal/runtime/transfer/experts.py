@@ -245,7 +245,7 @@ def _from_host(host: Tensor, into: Tensor) -> None:
     stream = _beside(into.device)
     with torch.cuda.stream(stream):
         into.copy_(host)
-    stream.synchronize()  # The next computation with it runs on another stream.
+    stream.synchronize()  # The next computation with `into` runs on another stream.
 
 
 def _beside(device: torch.device) -> torch.cuda.Stream:

@@ -1,5 +1,5 @@
-"""The Wire seam's bytes, live: pulls of leased blocks out of another process's KV pool, over a
-transport that both ends support.
+"""KV transfer (effect Pull of core/seams): pulls of leased blocks out of another process's KV pool,
+over a transport that both ends support.
 
     shm   the shared-memory file is on this host: mapped once, copied from   (runtime/transfer/shared_memory)
     nixl  both ends have NIXL: one-sided reads over UCX                      (runtime/transfer/nixl)

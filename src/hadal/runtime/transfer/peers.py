@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 SILENCE_S = 2.0
 """A peer that sends nothing, or accepts nothing, for this long is dead or frozen."""
 MIN_BYTES_PER_S = 10e6
-"""Slowest accepted rate: N bytes may take SILENCE_S + N / MIN_BYTES_PER_S. A disk is faster."""
+"""Slowest accepted rate: N bytes may take SILENCE_S + N / MIN_BYTES_PER_S. Disks are faster."""
 SHUN_S = 2.0
 """Time for which a failed peer is not asked, so that other asks to it fail immediately. So a
 process waits for silent peers at most half of the time.

@@ -4,9 +4,9 @@ StagePlans in, Staged out, in order.
     host thread     submit(plan) ........................ take() -> Staged
     stage thread              fetch rest fetch rest ... |
 
-It is slow on purpose (runtime/worker): a better placement is not urgent, while a late step delays
-the whole unit. Independent of weights and placements: the store (model/experts) builds the layer,
-and gets a function that fetches experts.
+The thread is slow on purpose (runtime/worker): a better placement is not urgent, while a late step
+delays the whole unit. Independent of weights and placements: the store (model/experts) builds the
+layer, and gets a function that fetches experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hadal.runtime.transfer.experts import Weights
 from hadal.runtime.worker import Pace, Worker
 
 MAX_WAITING = 8
-"""Maximum number of queued plans. A leader installs one layer at a time; more queue only if it gave some up."""
+"""Maximum number of queued plans. More than one are queued only if the leader gave up others."""
 
 Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
 """(plan, fetch, rest) -> its outcome: model/experts.ExpertStore.stage."""
@@ -54,7 +54,7 @@ class Stager:
         self._worker.start()
 
     def submit(self, plan: StagePlan) -> None:
-        """Queue a plan; `take` returns its outcome. It replaces a queued plan of its layer."""
+        """Queue a plan, in place of a queued plan of its layer; `take` returns the outcomes."""
         self.void(plan.formation)
         worker = self._worker
         with worker.changed:
@@ -69,7 +69,7 @@ class Stager:
                 worker.submit(plan)
 
     def void(self, formation: int) -> None:
-        """Begin a formation: drop queued plans of older ones, and break off a running one."""
+        """Begin a formation: drop queued plans of older formations; break off a running plan."""
         with self._worker.changed:
             if formation > self._formation:
                 self._formation = formation
