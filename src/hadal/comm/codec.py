@@ -30,8 +30,8 @@ class Codec:
     def encode(
         self, x_TD: Tensor, token_N: Tensor | None, message: Tensor, start: int, stride: int
     ) -> None:
-        """Write the rows of `token_N` into the message, the first at byte `start`, then every
-        `stride` bytes.
+        """Write rows `token_N` of `x_TD` (None: all) into the message, the first at byte `start`,
+        then every `stride` bytes.
         """
         num_rows = (x_TD if token_N is None else token_N).shape[0]
         rows_NB = self._rows(message, start, num_rows, stride, self.layout.row_bytes)

@@ -116,7 +116,7 @@ class ExpertComm:
         )
         self._low_latency = None
         if self.mode == "low_latency" and self.peers:
-            # Sized for all expert slots, filled or not: a flip (`install_layer`) may fill more of a layer's.
+            # Sized for all expert slots, filled or not: `install_layer` may fill more of them.
             self._low_latency = LowLatencyMode(
                 self._codec,
                 self._device,
@@ -180,7 +180,7 @@ class ExpertComm:
 
 
 class Handle:
-    """One dispatch and its combine, in four calls in this order; made by ExpertComm.dispatch."""
+    """One dispatch and its combine. In order: finish_dispatch, start_combine, finish_combine."""
 
     def __init__(
         self, comm: ExpertComm, index: int, x_TD: Tensor, ids_TK: Tensor, way: Route, layer: int

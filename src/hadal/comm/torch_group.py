@@ -1,8 +1,8 @@
 """Exchange between the ranks of a unit over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-Each formation has its own process group, named after its members. They meet in a store: on one host a
-FileStore in the unit's folder, between hosts the TCPStore of the lowest rank. They wait for each other
-there, where an abort ends the wait. Torch itself then connects them, and takes its whole deadline if a
+Each formation has its own process group, named after its members. Members meet in a store: on one
+host a FileStore in the unit's folder, between hosts the TCPStore of the lowest rank. They wait
+there for each other; an abort ends the wait. Torch then connects them, for its whole deadline if a
 member dies at that moment. Everything is sent as uint8, because gloo does not support float8. An
 exchange sends its counts, then its bytes; `recvs` only sets where the bytes are written.
 
@@ -127,9 +127,9 @@ class TorchGroup:
         self._link: GlooLink | NcclLink | None = None
 
     def form(self, formation: int, members: Sequence[Member]) -> None:
-        """Leave the earlier group and meet these members. Raises PeerLost naming the members that
-        did not come, or all others if connecting failed: torch does not report which rank is
-        missing.
+        """Leave the earlier group and connect to these members. Raises PeerLost naming the members
+        that did not arrive in the store, or all others if connecting failed: torch does not report
+        which rank is missing.
         """
         if formation <= self.formation:
             raise ValueError(f"formation {formation} is not newer than {self.formation}.")

@@ -289,7 +289,7 @@ class BlockAllocator:
             (self._owners[block],) = left
 
     def name(self, blocks: Sequence[int], chain: bytes, first: int) -> None:
-        """Name complete blocks: they hold the blocks of `chain` from index `first` on.
+        """Name complete blocks: they hold the text of `chain` from its block number `first` on.
 
         A name that another block has already stays with that block. Raises InvariantError if a
         block has no owner or another name, ValueError if the chain is too short.
@@ -443,8 +443,8 @@ class BlockAllocator:
         return problems
 
     def _cache(self, block: int) -> None:
-        """Update a named block without owners, after its last owner or the last block that followed
-        it was removed.
+        """Offer a named block without owners for eviction, unless named blocks follow it. Called
+        after its last owner or the last block that followed it was removed.
         """
         name = self._block_to_name[block][0]
         if name in self._num_next:

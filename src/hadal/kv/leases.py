@@ -41,7 +41,7 @@ class Leases:
         return next(iter(self._leases.values())).deadline_s if self._leases else None
 
     def open(self, lease: HeldLease) -> None:
-        """Start a lease. Raises ValueError if the attempt has one, or an older one ends later."""
+        """Start a lease. Raises ValueError if its attempt has a lease, or if one ends after it."""
         key = (lease.request_id, lease.attempt)
         if key in self._leases:
             raise ValueError(f"attempt {lease.attempt} of {lease.request_id} has a lease already.")

@@ -7,10 +7,8 @@ from itertools import pairwise
 
 
 def runs(first_row: Sequence[int], *rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (index of the first, number) of each run: stretches in which every row continues with
-    consecutive numbers. Rows have equal length.
-
-    Raises ValueError if their lengths differ.
+    """Yield (index of its first number, count) of each run: a stretch in which every row has
+    consecutive numbers. Raises ValueError if the rows' lengths differ.
     """
     if any(len(row) != len(first_row) for row in rows):
         raise ValueError(

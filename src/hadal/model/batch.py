@@ -78,7 +78,7 @@ class DecodeBatch:
     is_selecting: bool
     """True if a token sees more positions than it attends to; an indexer then selects them."""
     first: int = 0
-    """First position that is attended to: 1 in an MTP module, not trained with position 0."""
+    """First position that is attended to: 1 in an MTP module, which was trained without 0."""
 
     def write(self, layer_index: int, entries_BD: Tensor) -> None:
         _write(self.cache_PLSD, self.rows_B, layer_index, entries_BD)

@@ -43,7 +43,7 @@ def block_bytes(
 
 class KvCache:
     """Cache tensor `cache_PLSD`, in its own memory or in the caller's buffer (a shared-memory file
-    that other processes read). Staged: in its own memory, and the buffer is a copy.
+    that other processes read). A staged cache has its own memory, and the buffer is a copy of it.
     """
 
     def __init__(

@@ -138,8 +138,8 @@ class DecodeSteps:
         return slots_N, drawn
 
     def _write_entries(self, rows: np.ndarray) -> None:
-        """Write the missing MTP entries of these rows, up to their last tokens or their last
-        blocks.
+        """Write the missing MTP entries of these rows up to their last tokens, as far as their
+        blocks have space.
         """
         assert self._drafter is not None
         table = self._table

@@ -128,8 +128,8 @@ class Drafter:
         recorder: Recorder,
     ) -> None:
         """Draft up to `num_drafts` tokens after each slot's last token, which is at `positions_N`:
-        fewer if the slot has no space for their entries, none without space for that token's. All
-        ranks of a unit make the same number of passes, even without rows.
+        fewer if the slot's `rooms_N` positions lack space for the entries, none if they lack space
+        for the last token's. All ranks of a unit make as many passes, even without rows.
         """
         self.num_drafts_S[slots_N] = 0
         self.has_drafts = num_drafts > 0 or bool(self.num_drafts_S.any())

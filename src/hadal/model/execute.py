@@ -1,12 +1,12 @@
 """Execution of a schedule: run the ops of all layers and micro-batches in its order, and time them.
 
-Independent of tensors: the caller executes ops in `run_op(micro_batch, layer, op)`. A finishing op
-(`>x` below) returns the interval in which its exchange was on the link. The op's time until the last
-byte arrives counts as wait:
+Independent of tensors: the caller executes ops in `run_op(micro_batch, layer, op)`. Op x> starts an
+exchange x (dispatch or combine). Op >x finishes it, and returns the interval in which the exchange
+was on the link. The time of >x until the last byte arrives counts as wait:
 
     compute  | dispatch> |  another micro-batch's ops  | >dispatch          |
     link           |############### dispatch ################|
-    wait                                               |#####|              exposed; the rest of >x, and x>, is post
+    wait                                               |#####|              exposed; the rest of >x, and x>: post
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class _DrawnTokens(NamedTuple):
 
 
 class SlotMasks:
-    """Grammars of a table's slots. All methods are called from one thread. From `begin` until
-    `wait` only the mask thread may use the followers, otherwise only the calling thread.
+    """Grammars of a table's slots, each with a follower (its state after the output so far). One
+    thread calls all methods; from `begin` until `wait` only the mask thread uses the followers.
     """
 
     def __init__(self, grammars: Grammars) -> None:

@@ -76,8 +76,8 @@ class Membership:
     def flip(self, flip: LayerFlip, model: DeepseekV3) -> None:
         """Switch a layer to its staged experts, and route its tokens accordingly, between two
         steps. Raises ValueError if the flip does not fit the placement, and InvariantError if it
-        was not staged. The caller must then call `note_lost`: other ranks may have flipped, so the
-        unit has to form again.
+        was not staged. After an error the caller must call `note_lost`: other ranks may have
+        flipped, so the unit has to form again.
         """
         assert self._placement is not None, "the formation was checked before"
         slot_to_expert_RS, weights_RS = flip_arrays(flip, self._placement.num_expert_slots)

@@ -106,7 +106,7 @@ class RankTable:
         self._stops.set(join.slot, join.stop_ids)
 
     def grow(self, slot: int, index: int, block_id: int) -> None:
-        """Add a block to a slot."""
+        """Add a block to a slot, as its block number `index`. A missing slot is ignored."""
         row = self._row_of_slot.get(slot)
         if row is not None:
             self._blocks[row, index] = block_id

@@ -157,8 +157,8 @@ class Sampler:
         return self._masks is not None and len(self._masks) > 0
 
     def begin(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> None:
-        """Start computing the rows' grammar masks in the background, during their forward pass. If
-        this was not called, `wait` does.
+        """Start computing the rows' grammar masks in the background, during their forward pass.
+        Optional: otherwise `wait` starts it.
         """
         if self._masks is not None and self.has_grammars:
             self._masks.begin(slots_B, num_B, fed_R)

@@ -4,8 +4,8 @@ Thread-safe; a lock per direction keeps each stream in order. The owner (comm/me
 frame means, where its payload goes and what a broken connection means. Does not depend on
 formations or threads.
 
-Polled edge-triggered, so `receive` reads until the socket is empty and `flush` writes until it is
-full.
+The poll is edge-triggered, so `receive` reads until the socket is empty and `flush` writes until it
+is full.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class MeshGroup:
     # ---- called by a rank ----
     def form(self, formation: int, members: Sequence[Member]) -> None:
         """Start a formation. Raises PeerLost naming the members not reached within the deadline,
-        and ValueError.
+        and ValueError if this rank is no member or the formation is not newer than the last.
         """
         others = {member.rank: member for member in members if member.rank != self.rank}
         if self.rank not in {member.rank for member in members}:

@@ -1,7 +1,7 @@
 """Refused connections, counted by kind of listener and logged rarely, since an attacker can make
 many.
 
-Counts are summed over all listeners of a process, which reports them to the gateway
+Counts are summed over all listeners of a process. The process reports them to the gateway
 (core/messages/units, Refused), which shows them to operators.
 """
 
