@@ -1,8 +1,8 @@
 """Agent of a node: starts, watches and ends its processes, as the supervisor on another host
 orders.
 
-The agent reads a Joining as one JSON line on standard input: an argument would show the secret in
-it. Another line follows when another supervisor takes the run over. It makes its own run folder:
+The agent reads a Joining as one JSON line on standard input, because arguments would show the
+secret in it. Another line follows if another supervisor takes over. The agent has a run folder:
 for the processes that it starts, the agent plays the part of the supervisor on their host. Every
 order names all processes that should run, so a lost order does no lasting harm (roles/nodes). The
 agent ends, with all its processes, when the run ends, when its node is released, when another agent
@@ -90,7 +90,7 @@ _QUICK_S = 0.02
 it listens) or ends, or output is unsent.
 """
 _LAST_WORDS_S = 0.2
-"""Longest wait for the rest of an ended process's output, which its own child may keep open."""
+"""Longest wait for the rest of an ended process's output: a child of it may keep the pipe open."""
 _KILL_S = 5.0
 """Time that the processes killed at the agent's end may take to disappear, all together."""
 _NICE = -10

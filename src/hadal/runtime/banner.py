@@ -60,7 +60,7 @@ class Banner:
         self._console.print(Text(f"\n{self.curl(status.url)}\n", style="cyan"))
 
     def rows(self, status: Status) -> list[Row]:
-        """Return the rows of the plan as (what, how much)."""
+        """Return the plan as rows (name, text)."""
         resolved = self._resolved
         deployment, memory = resolved.deployment, resolved.memory
         rows = named("model", model_texts(resolved))

@@ -224,7 +224,7 @@ class BatchStore:
     def files(
         self, tenant: str, purpose: str, after: str, limit: int, *, is_ascending: bool
     ) -> list[FileRow] | None:
-        """Return a page of a tenant's files, oldest or newest first; None without file `after`."""
+        """Return a page of a tenant's files, oldest or newest first; None if it has no `after`."""
         chosen = _files.c.tenant == tenant
         if purpose:
             chosen &= _files.c.purpose == purpose

@@ -29,7 +29,7 @@ from hadal.runtime.headers import MAX_HEADER_BYTES, weight_files
 FINGERPRINT_BYTES = 16
 WHOLE_BYTES = 16 * 1024 * 1024
 NUM_SAMPLES = 64
-"""Minimum number of samples of a file above WHOLE_BYTES, if need be spread evenly over it."""
+"""Minimum number of samples of a file above WHOLE_BYTES: evenly spread ones are added if needed."""
 SAMPLE_BYTES = 4096
 PIECE_BYTES = 16 * 1024 * 1024
 NUM_THREADS = 16

@@ -139,7 +139,7 @@ class FleetExecutor:
         return self._role.seen(now_s)
 
     def has_other(self, unit: str) -> bool:
-        """Return whether another unit of its role is ready, so that this one may be missing."""
+        """Return whether another unit of its role is ready, so that this one can be spared."""
         role = self._role.table.by_name[unit].role
         return any(
             children[0].phase is ProcessPhase.READY

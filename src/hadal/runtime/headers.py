@@ -38,7 +38,7 @@ class StoredWeights:
 
 
 def stored_weights(folder: Path) -> StoredWeights | None:
-    """Sum up all *.safetensors headers; None if there are none. Raises CheckpointError."""
+    """Return the sums of all *.safetensors headers; None without files. Raises CheckpointError."""
     paths = weight_files(folder)
     num_bytes: Counter[str] = Counter()
     for path in paths:

@@ -50,7 +50,7 @@ class Leader(Protocol):
 
 
 class _RefusalReports:
-    """Reporter of refused connections: new ones soon, known ones periodically."""
+    """Reporter of refused connections: new counts soon, unchanged ones periodically."""
 
     def __init__(self, wire: ZmqWire) -> None:
         self._wire = wire
@@ -124,7 +124,7 @@ class UnitHost:
         while not self._stopping:
             messages = self._wire.receive(self._wait_s())
             if self._clear_wake():
-                self._take_news()  # Before results: the news names a failed step's rank.
+                self._take_news()  # Before results: the news names the peer that failed a step.
             results = self._compute.take() if self._compute else []
             beside = self._side_work.take()
             self._step_ended = bool(results)

@@ -21,7 +21,7 @@ def num_cores() -> int:
     cores = len(os.sched_getaffinity(0))
     for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         for said in _limits("cpu", files):
-            with contextlib.suppress(ValueError):  # "max".
+            with contextlib.suppress(ValueError):  # "max": no limit.
                 quota, period = map(int, said.split())
                 cores = min(cores, max(1, quota // period)) if quota > 0 else cores
     return cores
@@ -33,7 +33,7 @@ def available_bytes() -> int | None:
 
 
 def memory_bytes() -> int | None:
-    """Return the machine's memory in bytes, or its control groups' lower limit; None if unknown."""
+    """Return the machine's memory in bytes, or a lower control group limit; None if unknown."""
     return _at_most_the_limit(_meminfo("MemTotal"))
 
 

@@ -340,7 +340,7 @@ class LiveNodes:
             self._nodes.release(number)
 
     def complaint(self) -> str:
-        """Return why nodes are missing, at the first call after that began; else empty."""
+        """Return why nodes are missing, at the first call after they went missing; else empty."""
         return self._provided.complaint()
 
     def node_for(self, plan: ProcessPlan) -> int | None:

@@ -113,7 +113,7 @@ class PinnedTeam:
         self._tell(False)
 
     def _free_started(self) -> None:
-        """Unbind threads that a bound one started: they inherit its core."""
+        """Unbind threads that a bound thread started: they inherit its core."""
         for name in os.listdir(_TASKS):
             thread = int(name)
             if thread not in self._threads:

@@ -85,6 +85,6 @@ class ProvidedNodes:
         self._complaint = self._complaint or complaint
 
     def complaint(self) -> str:
-        """Return why nodes are missing, at the first call after that began; else empty."""
+        """Return why nodes are missing, at the first call after they went missing; else empty."""
         reported, self._reported = self._reported, self._complaint
         return self._complaint if bool(reported) != bool(self._complaint) else ""

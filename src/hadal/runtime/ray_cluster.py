@@ -333,7 +333,7 @@ class RayNodeProvider:
             _ask_autoscaler(floor, self._deployment.cluster.label)
 
     def _look(self, group: Group, provided: _Provided) -> None:
-        """Start agents if the nodes were found; give up for now after the time limit."""
+        """Start agents if the nodes were found; release the group after `place_timeout_s`."""
         waited_s = time.monotonic() - provided.asked_s
         if placement_group_table(provided.group)["state"] == "CREATED":
             self._late.pop(group, None)
@@ -351,7 +351,7 @@ class RayNodeProvider:
     def _start(
         self, node: int, bundle: dict[str, float], group: PlacementGroup, index: int
     ) -> None:
-        """Start an agent on a node; send a running one the current supervisor."""
+        """Start an agent on a node; send a running agent the current supervisor's Joining."""
         joining = msgspec.json.encode(_for_node(self._joining, node, ""))
         actor: Any = (
             ray.remote(NodeActor)
@@ -512,8 +512,8 @@ def _selectors(
 
 def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
     """Ask the cluster's autoscaler to keep nodes for all of these bundles. A cluster without
-    autoscaler stores the request and does nothing. This is a hint: pending groups request any node
-    that it does not bring.
+    autoscaler stores the request and does nothing. This is only a hint: a pending placement group
+    requests its nodes itself.
     """
     try:
         request_resources(bundles=floor, bundle_label_selectors=_selectors(len(floor), label))

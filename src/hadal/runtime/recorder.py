@@ -45,7 +45,8 @@ def recorded(
     """Return the object that a host calls as its role: a Recorded if recordings are wanted, else
     `role`.
 
-    `process`: its name on the wire. Raises ConfigError if the folder is not writable.
+    `process`: name of the role's process on the wire. Raises ConfigError if the folder is not
+    writable.
     """
     folder = os.environ.get(RECORD, "")
     if not folder:

@@ -112,7 +112,7 @@ def _unit_plans(deployment: Deployment, unit: UnitNodes) -> list[ProcessPlan]:
         if unit.num_ranks > 1:
             name, arguments = rank_name(unit.name, rank), (*arguments, "--rank", str(rank))
         if deployment.device == "cuda":
-            # Number on its node. Ranks share GPUs if the node has fewer (runtime/devices.take_gpu).
+            # GPU number on its node. Ranks share GPUs if these are few (runtime/devices.take_gpu).
             device = (unit.first_device + rank) % units.ranks_per_node
             arguments = *arguments, "--device", str(device)
         node = unit.nodes[rank // units.ranks_per_node]

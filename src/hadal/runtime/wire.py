@@ -191,8 +191,8 @@ class ZmqWire:
         return self._drain()
 
     async def receive_async(self, timeout_s: float = 1.0) -> list[AnyMessage]:
-        """Do as `receive`, in an asyncio loop. It may return an empty list early: the descriptor
-        also becomes readable for other events.
+        """Receive messages as `receive` does, in an asyncio loop. May return an empty list early:
+        the descriptor also becomes readable for other events.
         """
         messages = self._drain()
         if messages or not self._is_drained:
@@ -224,7 +224,7 @@ class ZmqWire:
         self._context.term()
 
     def _say(self, to: str, peer: FarLink, say: Callable[[WireHeader], bool]) -> None:
-        """Send a header with an acknowledgement, by calling `say`, which returns if it was sent."""
+        """Send a header with an acknowledgement by `say`, which returns whether that succeeded."""
         heard, epoch_number = self._heard.get(to), peer.address.epoch_number
         # Link numbers restart in each epoch: never acknowledge another epoch's messages.
         link, number = (

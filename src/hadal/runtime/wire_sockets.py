@@ -68,7 +68,7 @@ class WireHeader(msgspec.Struct, array_like=True, frozen=True):
     name: str
     epoch_number: int
     link: int = 0
-    """Number of the link among all that the sender has made to other hosts, from 1; 0: near."""
+    """Number of the link among the sender's links to other hosts, from 1; 0: within the host."""
     number: int = 0
     """Number of the message on that link, from 1; 0: only an acknowledgement."""
     acked_link: int = 0
@@ -168,8 +168,8 @@ class FarLink:
         return is_broken
 
     def open_again(self, header: WireHeader) -> bool:
-        """Reconnect, and resend all messages without acknowledgement; the acknowledgement may have
-        been lost. Return True if all were sent.
+        """Reconnect, and resend the unacknowledged messages or, without any, the header: our last
+        acknowledgement may have been lost. Return True if all were sent.
         """
         self.close()
         self._connect()
@@ -316,7 +316,7 @@ class WireLinks:
 
 
 class WireListener:
-    """Listening sockets of a process: one for its host and, in a run of several, one for others."""
+    """Listening sockets of a process: one for its host, and one for other hosts if there are any."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 def first_waiting(waiting: deque[J], running: list[J]) -> J | None:
-    """Pick the jobs in order of arrival."""
+    """Return the oldest waiting job, None if none waits: the default choice of a Worker."""
     return waiting.popleft() if waiting else None
 
 

@@ -46,7 +46,7 @@ class StoreDown(HadalError):
 
 
 class FactsRefused(HadalError):
-    """Permanent refusal of facts by a working database; of several, some may be valid."""
+    """Permanent refusal by a working database: at least one of the facts is invalid."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     add --queue, bounded--> thread --one transaction for up to MAX_BATCH--> database    kept
                                    --database down--> outbox, a commit; written when it is up again  kept
                                    --outbox full or failing as well--> stays in the queue until either works
-    add with the queue full: lost, counted, one log line for each series
+    add with the queue full: lost, counted, one log line per series of losses
 
 Losses: `kill -9` loses the facts added in the last `LINGER_S` and one commit, which are in memory
 only. If database and outbox both fail, facts beyond the queue's limit are lost; the limit is half
@@ -199,7 +199,7 @@ class LedgerWriter:
                 self.on_kept(facts)
             with self._changed:
                 self._num_taken = 0
-                # Facts of both limits arrive mixed: losing is over only well below the lower limit.
+                # Billed and other facts arrive mixed: losing ends only well below the lower limit.
                 self._is_losing &= len(self._queue) > self._max_waiting // 4
                 if not kept:
                     self._queue.extendleft(reversed(facts))

@@ -56,7 +56,7 @@ API_KEYS_FILE = "HADAL_API_KEYS_FILE"
 for changes. Empty: there is none.
 """
 _WARM_S = 300.0
-"""Imports that take longer are hung: torch from a cold network folder takes a minute."""
+"""Imports that take longer count as hung: torch from a cold network folder takes a minute."""
 PATIENCE_S = 30.0
 """Longest wait for a fork. After a timeout all later processes are started the plain way."""
 _PR_SET_NAME = 15

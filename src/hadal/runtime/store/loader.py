@@ -265,7 +265,7 @@ class Loader:
         for index, name in enumerate(names):
             slot, record = first + index, records[index]
             if not is_good[index]:
-                # It may have been read in the middle of a write.
+                # The record may have been read in the middle of a write.
                 again = segment.table(slot, 1)
                 if not again.any() or segment.is_good(again, slot)[0]:
                     return _ProvedSlots(index, 0, "it made room for another")

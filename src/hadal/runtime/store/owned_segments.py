@@ -105,7 +105,7 @@ class OwnSegments:
         return adopted
 
     def create(self) -> Segment | None:
-        """Create an empty segment: of usual size, or of what is left of the share; None if full."""
+        """Create an empty segment, of usual size or what the share has left; None if nothing is."""
         left_bytes = self._share_bytes - self.num_bytes
         slot_bytes = slot_bytes_of(self._block_bytes)
         # A share beyond the disk's size would make each segment too large, despite free space.

@@ -19,7 +19,7 @@ GONE = "gone"
 _logged_lock = threading.Lock()
 _logged: dict[tuple[Path, str], float] = {}
 """(folder, kind) -> time of its last log line. There is one dictionary per process, because its
-store and its view meet with the same troubles.
+store and its view have the same troubles.
 """
 
 

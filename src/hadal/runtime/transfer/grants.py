@@ -29,8 +29,8 @@ from hadal.core.messages.units import Decode, Filled, KvLease
 MAX_KEPT = 8192
 """Maximum number of grants kept for leases that may still be pulled: more than a rank has requests."""
 MAX_KEPT_BLOCKS = 1 << 20
-"""Maximum number of blocks of all kept leases together: more than a pool has, in 75 MB. Without
-this limit, MAX_KEPT leases on long prompts would take 1.3 GB.
+"""Maximum number of blocks of all kept leases together: more than a pool has. They take 75 MB;
+without this limit, MAX_KEPT leases on long prompts would take 1.3 GB.
 """
 PURPOSE = "lease 1"
 

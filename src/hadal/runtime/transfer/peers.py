@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 SILENCE_S = 2.0
 """A peer that sends nothing, or accepts nothing, for this long is dead or frozen."""
 MIN_BYTES_PER_S = 10e6
-"""Slowest accepted rate: N bytes may take SILENCE_S + N / MIN_BYTES_PER_S. Disks are faster."""
+"""Slowest accepted rate: N bytes may take SILENCE_S + N / MIN_BYTES_PER_S. Any disk is faster."""
 SHUN_S = 2.0
 """Time for which a failed peer is not asked, so that other asks to it fail immediately. So a
 process waits for silent peers at most half of the time.
@@ -200,7 +200,7 @@ class PeerServer(Generic[F]):
     """Server that answers peers after their handshake, from `start` until closed, on `port`.
 
     One thread accepts. Each connection has its own thread, which ends with it: when the peer closes
-    or dies, sends unreadable data, is silent for IDLE_S between asks, or for SILENCE_S within one.
+    or dies, sends unreadable data, or is silent for IDLE_S between asks or SILENCE_S within an ask.
     """
 
     def __init__(

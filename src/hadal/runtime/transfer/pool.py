@@ -225,7 +225,7 @@ FREED_DURING = "the leased blocks were freed during the copy"
 
 
 class PoolError(HadalError):
-    """Failure of a pull: the pool is gone, or is not a pool. The pull's request is retried."""
+    """Failure of a pull: the pool is gone, or its file is no pool. The request is retried."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hadal.runtime.transfer.experts import Weights
 from hadal.runtime.worker import Pace, Worker
 
 MAX_WAITING = 8
-"""Maximum number of queued plans. More than one are queued only if the leader gave up others."""
+"""Maximum number of queued plans. A leader stages one layer at a time; others were given up."""
 
 Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
 """(plan, fetch, rest) -> its outcome: model/experts.ExpertStore.stage."""

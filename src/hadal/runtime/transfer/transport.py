@@ -23,8 +23,8 @@ class CannotPull(HadalError):
 
 
 class KvTransfer(Protocol):
-    """One transport between a pool of another process and an own pool. One thread at a time may use
-    it, unless it has no `peer`.
+    """One transport from a pool of another process to a pool of this one. One thread at a time may
+    use it, unless it has no `peer`.
     """
 
     @property
@@ -37,7 +37,7 @@ class KvTransfer(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """False once the transport has nothing left to pull from or with."""
+        """False once the source is gone, or this end has no means left to pull."""
         ...
 
     def open(
