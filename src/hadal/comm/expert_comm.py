@@ -180,7 +180,7 @@ class ExpertComm:
 
 
 class Handle:
-    """One dispatch and its combine. In order: finish_dispatch, start_combine, finish_combine."""
+    """One dispatch and its combine. Call finish_dispatch, start_combine, finish_combine in turn."""
 
     def __init__(
         self, comm: ExpertComm, index: int, x_TD: Tensor, ids_TK: Tensor, way: Route, layer: int
@@ -197,7 +197,7 @@ class Handle:
         """Rank -> pairs received from it, in Received's order."""
         self._back: Tensor | None = None
         self._outputs: Tensor | None = None
-        """Kept while being sent: FP32 rows are sent without a copy."""
+        """Outputs of the experts while they are sent: FP32 rows are sent without a copy."""
         self.dispatch_interval: Interval | None = None
         """Time on the link; None without peers."""
         self.combine_interval: Interval | None = None

@@ -29,8 +29,8 @@ class HostWaits:
         self.take()
 
     def add(self, began_s: float, now_s: float, peer_to_arrived_s: Mapping[int, float]) -> None:
-        """Add an exchange for which the rank waited from `began_s` to `now_s`. A host counts as
-        arrived when its last rank has sent; missing data count until now.
+        """Add an exchange for which the rank waited from `began_s` to `now_s`. A host has arrived
+        when the last of its ranks has; a rank without data counts as arriving at `now_s`.
         """
         self._seconds += max(0.0, now_s - began_s)
         host_to_there_s: dict[str, float] = {}

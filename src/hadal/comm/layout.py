@@ -107,8 +107,8 @@ def most_pairs(max_tokens: int, top_k: int, num_held: int) -> int:
 
 @dataclass(frozen=True)
 class LowLatencyBuffers:
-    """Bytes of one set of a rank's buffers for low-latency mode. They are allocated once, two sets:
-    one per live micro-batch.
+    """Bytes of one set of a rank's buffers for low-latency mode. Two sets are allocated once, one
+    per live micro-batch.
     """
 
     send: int

@@ -483,7 +483,7 @@ class NcclLink:
                 if rank != self._rank:
                     if exchange.recvs is not None:
                         piece = exchange.recvs[rank][: piece.numel()].copy_(piece)
-                    piece.record_stream(compute)  # Made on the side stream, read on this one.
+                    piece.record_stream(compute)  # Made on the side stream, read on `compute`.
                     exchange.received[rank] = piece
             exchange.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             exchange.ready.record(self._stream)

@@ -90,7 +90,7 @@ class BlockAllocator:
         block before may be evicted and return.
         """
         self._blocked: dict[int, None] = {}
-        """Cached blocks that are followed by named ones, and so cannot be evicted normally."""
+        """Cached blocks that are followed by named ones: evicted only if there are no others."""
         self._eviction = eviction(self.num_usable)
         self._changes: dict[bytes, bool] = {}
         """Names that were added (True) or removed (False) since `take_changes`."""
@@ -462,7 +462,7 @@ class BlockAllocator:
             self._blocked[block] = None
 
     def _evict(self) -> int:
-        """Evict a cached block, free its name and return the block. There must be one."""
+        """Evict a cached block (there must be one), free its name and return the block."""
         name = self._eviction.victim()
         if name is None:
             # All cached blocks left are followed by owned blocks, which were computed at the same
@@ -489,7 +489,7 @@ class BlockAllocator:
                 self._cache(block)
 
     def _change(self, name: bytes, is_here: bool) -> None:
-        # A name added and removed between two calls is no change.
+        # A name added and removed between two calls of `take_changes` is no change.
         if self._changes.get(name, is_here) == is_here:
             self._changes[name] = is_here
         else:

@@ -12,7 +12,7 @@ from hadal.core.messages.generation import Key
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """Lease on blocks, which do not change until `deadline_s` unless released."""
+    """Lease on blocks, which do not change until `deadline_s` or until the lease is released."""
 
     request_id: str
     attempt: int
@@ -79,7 +79,7 @@ class Leases:
 
     def owners(self, rank: int = 0) -> list[tuple[Key, tuple[int, ...]]]:
         """Return the leases on a rank's blocks, by attempt. A block may be under several leases,
-        because they only read it.
+        because a lease only permits reading.
         """
         return [(key, lease.block_ids) for key, lease in self._leases.items() if lease.rank == rank]
 

@@ -109,7 +109,7 @@ class KvCache:
 
     def fetch(self, block_ids: Sequence[int]) -> None:
         """Copy these blocks from the pool to the cache, before any work queued on the device later.
-        They must not be written in the pool until the step ends.
+        The pool's copies must not change until the step ends.
         """
         if self._pool_PLSD is None:
             return

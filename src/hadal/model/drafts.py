@@ -221,8 +221,8 @@ class PromptTails:
     """
 
     def __init__(self, num_max: int) -> None:
-        """`num_max`: number of prompts stored, the last ones. For other prompts the entry is
-        computed from zeros, as at the beginning of a block.
+        """`num_max`: maximum number of stored states; the oldest are dropped. Without its state, an
+        entry is computed from zeros, as at the beginning of a block.
         """
         self._hidden: OrderedDict[str, tuple[int, Tensor]] = OrderedDict()
         """Request id -> (number of computed tokens, hidden state of the last one)."""

@@ -198,8 +198,8 @@ def absorbs_prefill(config: ModelConfig, cache_PLSD: Tensor) -> bool:
 
     Per query, key and head the absorbed form needs 2C+R products and the multi-head form N+R+W
     (DeepSeek-V3: 1,088 and 320). But the absorbed form expands and pads nothing, and its kernel
-    runs at more than twice the rate of torch's attention. So it is used up to twice the products:
-    by small models, not by DeepSeek-V3. Measured at 1.8 times the products: LOG.md.
+    runs at more than twice the rate of torch's attention. So prefill uses it if it needs at most
+    twice the products: in small models, not in DeepSeek-V3. Measured at 1.8 times: LOG.md.
     """
     absorbed = 2 * config.kv_lora_rank + config.qk_rope_head_dim
     multi_head = config.qk_head_dim + config.v_head_dim

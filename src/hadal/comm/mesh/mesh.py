@@ -103,7 +103,7 @@ class MeshGroup:
         self.refusals = Refusals("mesh", f"rank {rank}")
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        """Held for table look-ups and copies of early payloads, never while a socket is used."""
+        """Lock for table look-ups and copies of early payloads; not held while a socket is used."""
         self._links: dict[int, Link] = {}
         self._pending: list[Link] = []
         self.formation = MeshFormation(-1, rank, {})
