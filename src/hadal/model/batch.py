@@ -174,7 +174,7 @@ def decode_batch(
 
 def take(values: Tensor, *index: Ints) -> Tensor:
     """Return values[index]. Use numpy on a CPU: on a busy machine torch's threads need milliseconds
-    to wake, even for a few KB (LOG.md, drafts).
+    to wake, even to copy 50 KB (LOG.md, drafts).
     """
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy()[index])

@@ -2,8 +2,8 @@
 orders.
 
 The agent reads a Joining as one JSON line on standard input, because arguments would show the
-secret in it. Another line follows if another supervisor takes over. The agent has a run folder:
-for the processes that it starts, the agent plays the part of the supervisor on their host. Every
+secret in it. Another line follows if another supervisor takes over. The agent makes its own run
+folder: for the processes that it starts, it plays the part of the supervisor on their host. Every
 order names all processes that should run, so a lost order does no lasting harm (roles/nodes). The
 agent ends, with all its processes, when the run ends, when its node is released, when another agent
 has replaced it, at SIGTERM or SIGINT, or after `cluster.lease_s` without orders.

@@ -114,7 +114,7 @@ class FleetExecutor:
         return was_asked
 
     def tick(self, now_s: float) -> None:
-        """Kill units past their deadline and wake the role if due. Call about twice a second."""
+        """Kill units past their deadline and wake the role if due. Call at least twice a second."""
         for unit, kill_at_s in list(self._kill_at_s.items()):
             if now_s >= kill_at_s:
                 log.warning("%s did not stop in time; killing it", unit)

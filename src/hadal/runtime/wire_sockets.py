@@ -316,7 +316,7 @@ class WireLinks:
 
 
 class WireListener:
-    """Listening sockets of a process: one for its host, and one for other hosts if there are any."""
+    """Listening sockets of a process: one for its host, and a second if the run spans hosts."""
 
     def __init__(
         self,

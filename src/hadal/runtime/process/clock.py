@@ -1,4 +1,4 @@
-"""Live implementation of core.seams.Clock: the monotonic clock, the same for all of a host."""
+"""Live implementation of core.seams.Clock: the monotonic clock, shared by a host's processes."""
 
 from __future__ import annotations
 

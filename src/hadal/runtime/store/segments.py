@@ -241,7 +241,7 @@ class Segment:
         os.pwrite(self._fd, U64.pack(secrets.randbits(64)), _CHANGES_AT + 8)
 
     def changes(self) -> tuple[int, int]:
-        """Return two words. The first changes with the table, the second with marks of damage."""
+        """Return two words: one changes after changes of the table, one after marks of damage."""
         writers, readers = struct.unpack("<QQ", _pread(self._fd, 16, _CHANGES_AT, self.path))
         return writers, readers
 

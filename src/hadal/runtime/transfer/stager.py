@@ -20,7 +20,7 @@ from hadal.runtime.transfer.experts import Weights
 from hadal.runtime.worker import Pace, Worker
 
 MAX_WAITING = 8
-"""Maximum number of queued plans. A leader stages one layer at a time; others were given up."""
+"""Maximum number of queued plans. A leader awaits one at a time; the others are plans given up."""
 
 Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
 """(plan, fetch, rest) -> its outcome: model/experts.ExpertStore.stage."""
