@@ -25,13 +25,13 @@ SALT = b"a tenant"
 
 
 def named(g: Generation) -> Generation:
-    """Return the request with its chain, as the front sends it."""
+    """Return the request with the names of its full blocks (chain), as the front sends it."""
     chain = extend(root_of(FINGERPRINT.encode()), b"", g.prompt + g.output, SALT)
     return msgspec.structs.replace(g, salt=SALT, chain=chain)
 
 
 class DecodeWorld(World):
-    """Decode unit; every pull delivers finished KV."""
+    """World of a decode unit; prefill is left out: an arrival pulls KV that is complete."""
 
     leader: DecodeLeader
 
@@ -135,7 +135,9 @@ class DecodeWorld(World):
         self.feed(BlocksStored(store.store_id, places))
 
     def copies(self, pull: Pull) -> bool:
-        """Copy from another rank's pool or finished KV; False if the lease's blocks changed."""
+        """Copy a pull's KV, of a new arrival or from another rank's pool; return False if the lease's
+        blocks changed.
+        """
         into, lease = self.ranks[pull.rank].pool, pull.lease
         if lease.source == "p":
             self.newly_pulled.add(pull.request_id)

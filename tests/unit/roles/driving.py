@@ -178,6 +178,6 @@ def done(
 
 
 def finals(effects: Iterable[Effect]) -> list[tuple[str, int | None]]:
-    """Return (request, status) of every last Deliver; status None: the request finished."""
+    """Return (request, status) of every final Deliver; status None: it has no error."""
     ends = [effect for effect in of(effects, Deliver) if effect.final]
     return [(end.request_id, None if end.error is None else end.error_status) for end in ends]

@@ -1,4 +1,6 @@
-"""Simulate ranks that obey the expert balancer: they route tokens as placed, count, stage and flip."""
+"""Simulate ranks that obey the expert balancer: they route and count tokens, stage experts (copy them
+ahead of use) and flip layers (use the staged experts).
+"""
 
 from __future__ import annotations
 
@@ -125,8 +127,8 @@ class Unit:
         return plans
 
     def run(self, number: int = 60) -> dict[int, StagePlan]:
-        """Step until the leader plans to stage something; return these plans, {} after `number`
-        steps.
+        """Step until the leader plans to stage experts; return rank -> plan, or {} after `number`
+        steps without such plans.
         """
         for _ in range(number):
             self.step()

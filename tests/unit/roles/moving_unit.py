@@ -18,7 +18,7 @@ PER_RANK = 4
 
 
 class Unit:
-    """Unit of two ranks: "a" and "c" are on the first, and the second is empty."""
+    """Unit of two ranks: requests "a" and "c" are on the first, and the second is empty."""
 
     def __init__(self, prompt: int = 640, **options: Any) -> None:
         self.leader = decode_leader(

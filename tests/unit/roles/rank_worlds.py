@@ -65,7 +65,7 @@ class Rank:
 
 
 class World:
-    """Common parts: clients, ranks that fail and return, steps that finish in order or never."""
+    """Common parts of worlds: clients, ranks that fail and return, steps that end in order or never."""
 
     def __init__(
         self, random: Random, leader: DecodeLeader | PrefillLeader, num_ranks: int
@@ -230,8 +230,8 @@ class World:
 
 
 class PrefillWorld(World):
-    """Prefill unit. A lease is verified and released, and its request is sent again as the next attempt,
-    one token each, until it ends.
+    """World of a prefill unit. Each attempt draws one token; its lease is verified and released, and the
+    request is sent again as the next attempt until it ends.
     """
 
     leader: PrefillLeader

@@ -59,7 +59,7 @@ class Book(Nodes):
         return self._kept
 
     def orders(self, to: str) -> list[NodeOrders]:
-        """Take the orders sent to this agent since the last call."""
+        """Return the orders sent to this agent since the last call."""
         told = [message for name, message in self.sent if name == to]
         self._kept = [(name, message) for name, message in self._kept if name != to]
         return [message for message in told if isinstance(message, NodeOrders)]
@@ -201,7 +201,7 @@ def test_a_node_that_is_heard_again_ends_what_was_given_up_and_runs_new_lives() 
     given_up = book.nodes[0].processes["decode-0"]
     assert book.pass_time(2 * TIMEOUT_S, speaks[1]) == [0]
     book.run(book.now_s, 1, order("decode-0", 2))
-    # It may receive again before it is heard: orders are sent all the time.
+    # The link to the node may work again before the link from it, so orders are sent all the time.
     assert {each.processes for each in book.orders("node-0-b1")[-3:]} == {()}
     assert not book.update(book.now_s, speaks[0])
     assert book.nodes[0].phase is NodePhase.UP
@@ -265,7 +265,7 @@ def test_of_two_agents_the_later_counts_and_the_earlier_is_told_to_leave() -> No
     assert (book.nodes[0].phase, book.nodes[0].host) == (NodePhase.UP, "another")
     assert [each.is_over for each in book.orders("node-0-b1")] == [True]
     second = book.run(book.now_s, 0, order("decode-0", 2))
-    # The earlier agent may have missed it, or was cut off: each report gets the order again.
+    # The earlier agent may have missed the order to leave: each of its reports gets the order again.
     for _ in range(3):
         said = news(0, runs("decode-0", 2, address(0, 2)))
         assert not book.update(book.now_s, said)
@@ -299,7 +299,7 @@ def test_a_node_that_is_given_back() -> None:
     assert other.code is None
     node = book.nodes[0]
     assert (node.phase, node.host, node.processes) == (NodePhase.ABSENT, "", {})
-    # Its agent may have missed it.
+    # The node's agent may have missed the order to leave.
     assert not book.update(book.now_s, news(0, runs("decode-0", at=address(0))))
     assert book.nodes[0].phase is NodePhase.ABSENT
     assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]

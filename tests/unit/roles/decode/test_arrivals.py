@@ -45,7 +45,7 @@ def test_all_of_a_prompt_is_pulled_at_once_and_its_request_joins() -> None:
     message = decode(prompt=300)
     (pull,) = of(unit.handle(0.0, message), Pull)
     assert (pull.lease, pull.into) == (message.lease, unit.table.blocks_of(0))
-    assert of(unit.handle(0.1, message), Pull) == []  # The same message twice.
+    assert of(unit.handle(0.1, message), Pull) == []  # A repeated message starts no second pull.
     effects = pulled(unit)
     assert sent(effects, Pulled) == [Pulled("decode-0", "a", 0)]
     (join,) = decode_plans(effects)[0].joins

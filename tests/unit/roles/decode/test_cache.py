@@ -64,7 +64,7 @@ def request(
 
 
 class Drive:
-    """Unit that steps; each token is its slot's next one. All requested block writes are recorded."""
+    """Drive a unit step by step: each slot draws 1000, 1001, ... Requested block writes are recorded."""
 
     def __init__(self, unit: DecodeLeader, *messages: Decode) -> None:
         self.unit = unit
@@ -260,7 +260,7 @@ def test_only_so_much_is_under_way_and_waits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_waits_to_be_written_goes_before_any_request() -> None:
-    """Only 8 blocks: "a" leaves one in writing and one waiting; "b" needs all but the first."""
+    """Request "a" leaves two of 8 blocks: one being written, one waiting. "b" needs 7: the waiting one, too."""
     drive = Drive(leader(num_blocks=9), request("a", 63))
     drive.run(76)
     assert [store.positions for store in drive.stores] == [(0,)]
@@ -268,7 +268,7 @@ def test_what_waits_to_be_written_goes_before_any_request() -> None:
     drive.run(2)
     assert drive.unit.blocks.num_used == 2
     drive.num_drawn.clear()
-    # It takes the 6 free blocks, and will need one more.
+    # "b" takes the 6 free blocks, and will need one more.
     drive.occupant(request("b", 360, max_tokens=60))
     assert drive.unit.num_requests == 1
     for _ in range(30):
@@ -365,7 +365,9 @@ def test_load_tells_the_counts() -> None:
 
 
 def test_a_request_that_moved_is_named_where_it_goes_on() -> None:
-    """The request's tail and last name move with it; a block that is being written stays behind."""
+    """A moving request takes along the name of its last full block and its tokens since then; a block
+    that is being written stays at the source.
+    """
     written: set[bytes] = set()
     num_moved = 0
     for seed in range(4):
@@ -389,7 +391,7 @@ def _moving_world(seed: int) -> DecodeWorld:
 
 
 def test_a_lease_says_where_generated_text_begins() -> None:
-    """After a retry, earlier output is prefilled again, so the prefill unit stores it."""
+    """After a retry, earlier output is prefilled again, so the prefill unit stores its blocks."""
     message = request("a", 50, output=30)
     lease = KvLease("pool", tuple(range(1, 1 + blocks_for(79))), (0, 0), 79)
     drive = Drive(leader(), Decode(message.generation, lease))

@@ -90,8 +90,8 @@ def test_kv_that_was_only_pulled_is_fetched() -> None:
     "held",
     [
         HeldKv(71, (2, 3), 80, 71),  # The KV of another attempt.
-        HeldKv(70, (2, 3), 73, 71),  # Fewer tokens than delivered: it went on elsewhere.
-        HeldKv(70, (2,), 80, 71),
+        HeldKv(70, (2, 3), 73, 71),  # Fewer tokens than delivered: the request continued elsewhere.
+        HeldKv(70, (2,), 80, 71),  # A block too few for its tokens.
     ],
 )
 def test_what_is_not_there_is_given_back(held: HeldKv) -> None:

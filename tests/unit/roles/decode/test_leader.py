@@ -91,7 +91,7 @@ def test_logprobs_are_passed_on() -> None:
 
 
 def test_logprobs_keep_their_row_when_one_before_it_is_void() -> None:
-    """Log-probabilities arrive by row of the step, and leave by row of the message."""
+    """StepDone has log-probabilities by row of the step, Tokens has them by row of the message."""
     unit = decode_leader()
     for name in "abc":
         occupant(unit, name)
@@ -235,7 +235,7 @@ def test_slots_and_headroom_limit_who_is_seated() -> None:
     assert [len(of(unit.handle(0.0, decode(name)), Pull)) for name in "abc"] == [1, 1, 0]
     unit = decode_leader(
         num_blocks=4
-    )  # Three blocks: the second leaves one, the third would leave none.
+    )  # Three usable blocks: "b" leaves one free, "c" would leave none.
     assert [len(of(unit.handle(0.0, decode(name)), Pull)) for name in "abc"] == [1, 1, 0]
 
 
@@ -253,9 +253,9 @@ def test_seats_are_given_at_once_where_none_may_be_queued() -> None:
 
 
 def test_a_free_seat_without_blocks_is_none() -> None:
-    unit = decode_leader(num_blocks=4, num_slots=4, num_waiting_max=0)  # Two have blocks.
+    unit = decode_leader(num_blocks=4, num_slots=4, num_waiting_max=0)  # Blocks for two.
     replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abcd"]
-    # C waits; D finds the queue full.
+    # "c" waits; "d" finds the queue full.
     assert replies == [[], [], [], [Returned("decode-0", "d", 0, "queue full")]]
 
 
@@ -315,7 +315,9 @@ def test_cancel_of_one_that_waits_or_is_unknown() -> None:
 
 
 def starved(**options: Any) -> tuple[DecodeLeader, list[Effect]]:
-    """All four blocks are used. "b" needs one, so "c", the latest, is preempted during its plan."""
+    """Return a leader with all four blocks in use, and its last effects: "b" needs a block, so "c", the
+    latest request, is preempted while a plan computes it.
+    """
     unit = decode_leader(num_blocks=5, **options)
     occupant(unit, "a", prompt=62, max_tokens=70)
     for name, prompt in (("b", 63), ("c", 10)):
@@ -331,7 +333,7 @@ def starved(**options: Any) -> tuple[DecodeLeader, list[Effect]]:
 )
 def test_preemption_delivers_what_is_in_flight_then_gives_back_the_latest() -> None:
     unit, effects = starved()
-    assert decode_plans(effects) == []  # It waits for c's block.
+    assert decode_plans(effects) == []  # The plan waits for c's block.
     effects = unit.handle(0.3, done(2, {0: 1, 1: 8, 2: 9}))
     assert drawn(effects) == [("a", 3, 1, None), ("b", 1, 8, None), ("c", 1, 9, None)]
     assert sent(effects, Returned) == [Returned("decode-0", "c", 0, "preempted")]
@@ -343,7 +345,7 @@ def test_preemption_delivers_what_is_in_flight_then_gives_back_the_latest() -> N
 def test_drafts_are_chosen_once_for_a_plan_that_waits_for_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trial counts the steps that use its choice, so a choice must be made once per step."""
+    """A trial of a draft count counts its steps, so the count must be chosen once per step."""
     choose, chosen = DraftChooser.choose, []
 
     def counted(self: DraftChooser, num_requests: int) -> int:
@@ -362,7 +364,7 @@ def test_drafts_are_chosen_once_for_a_plan_that_waits_for_blocks(
 
 
 def test_a_plan_checks_no_more_drafts_than_have_room() -> None:
-    """Only one of two drafts has room at position 62 of the last block."""
+    """The third step writes position 62 and the block ends with 63, so one of its two drafts has room."""
 
     def third_step(num_drawn: int) -> None:
         unit = decode_leader(drafts=2)
@@ -379,7 +381,7 @@ def test_a_plan_checks_no_more_drafts_than_have_room() -> None:
 
 def test_nobody_is_seated_while_a_plan_waits_for_blocks() -> None:
     unit, _ = starved()
-    unit.handle(0.2, Cancel("a", 0))  # Freed later: the plan in flight computes it.
+    unit.handle(0.2, Cancel("a", 0))  # Its block is freed after the plan in flight.
     assert of(unit.handle(0.2, decode("d", prompt=1)), Pull) == []
     assert len(of(unit.handle(0.3, done(2, {0: 1, 1: 8, 2: 9})), Pull)) == 1
 

@@ -186,8 +186,8 @@ def test_both_are_lost(moment: str) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_unit_forms_anew(moment: str) -> None:
-    """A request that has not left its rank stays and continues from its last delivered token; so does
-    one that is being moved. Void plans count, and both new plans are sent at the same time.
+    """The request stays on its source rank, at any moment of its move, and continues from its last
+    delivered token. It joins in one of the two plans that are sent together after the reset.
     """
     unit, name, source, _ = moving(moment)
     unit.reset()
@@ -216,7 +216,7 @@ def test_its_target_runs_short_of_blocks(moment: str) -> None:
 
 
 def test_a_copy_is_not_waited_for_when_nothing_else_runs() -> None:
-    """A request alone delays no step: it joins the next plan."""
+    """A move of the only request delays at most one step: the request joins the plan after its copy."""
     unit, name, _, _ = moving("left")
     unit.feed(Cancel("a" if name == "c" else "c", 0))
     while unit.plans:
@@ -269,7 +269,7 @@ def test_who_moved_stays_for_a_while_and_has_one_copy_at_a_time() -> None:
     unit, name, source, _ = moving()
     moves, now = unit.leader.slots.moving, unit.leader._in_flight.next_id
     at_once = replace(TERMS, gain_steps=0.0)
-    while unit.state(source) == SlotState.MOVING:  # Until it is called off; the copy still runs.
+    while unit.state(source) == SlotState.MOVING:  # Until the move is called off; its copy runs on.
         unit.step()
     assert moves.movable([0, 1], 10_000, at_once).num_blocks_RS[0, source] == 0
     unit.feed(KvPulled(name, 0, None))
@@ -331,7 +331,7 @@ def test_the_ledger_sees_a_half_that_is_missing() -> None:
 
 
 def test_what_travelled_is_reported() -> None:
-    """Bytes of its steps, of KV transfers and of moves."""
+    """A unit's report counts the bytes of its steps, of KV transfers and of moves."""
 
     def reported(now_s: float) -> LinkBytes:
         return sent(unit.leader.handle(now_s, Cancel("", 0)), UnitReport)[-1].link_bytes

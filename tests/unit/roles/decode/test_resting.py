@@ -31,7 +31,7 @@ def of_tenant(name: str, tenant: str, service: float = 0.0, **options: Any) -> D
 
 
 class FixedLine:
-    """Meter with a fixed line: it ignores measurements."""
+    """Stand-in for the meter of step times: its line is fixed, as it ignores measurements."""
 
     line = LINE
 
@@ -55,7 +55,7 @@ class Unit:
         """Slots in the Runner's table after the plans that are done."""
         self.drawn: Counter[str] = Counter()
         self.checked: Counter[int] = Counter()
-        """Drafts of each slot that wait to be checked."""
+        """Slot -> number of its drafts that are not checked yet."""
         self.feed(*(of_tenant(name, tenant, max_tokens=300) for name, tenant in requests))
         self.feed(*(KvPulled(name, 0, None) for name, _ in requests))
 

@@ -81,7 +81,7 @@ def test_replicas_move_where_no_split_helps() -> None:
         unit.experts.moves.num_replicas_moved,
     ) == (1, 2)
     unit.step(40)
-    # The best balance that pairs allow.
+    # The best balance of two experts per rank: a hot one (300) beside a light one (50).
     assert unit.experts.counts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02)
     load = with_ranks(
         UnitReport("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}), 1, (0,), unit.experts.figures()
@@ -130,7 +130,7 @@ def installing_under(
 
 
 def test_where_many_moves_do_not_pay_few_may() -> None:
-    """Rank 0 has all hot experts: each trade lowers its load, the first trades most."""
+    """Rank 0 has all hot experts: each trade lowers its load, and the first trades lower it most."""
     num_ranks, num_experts = 8, 64
     loads = np.full(num_experts, 100)
     loads[::num_ranks] = [900, 800, 700, 600, 500, 400, 300, 100]
@@ -147,7 +147,7 @@ def test_where_many_moves_do_not_pay_few_may() -> None:
 )
 @pytest.mark.parametrize("num_groups", [2, 0])
 def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None:
-    """Rank 0 is hot. The lightest rank is on the other node; one on its own node is light enough."""
+    """Rank 0 is hot. The lightest rank is on the other node, but rank 1, on its node, is light enough."""
     placement = spread_by_node(1, NUM_EXPERTS, NUM_RANKS, 0, 2)
     loads = np.array([300, 110, 300, 110, 300, 100, 200, 100])
     terms = replace(COUNTED, target=0.9)
@@ -215,7 +215,7 @@ def test_a_flip_waits_for_the_next_plan_and_counts_when_all_did_it() -> None:
     unit = Unit(plain(), [SKEWED])
     unit.stage(unit.run())
     unit.now_s += 1000.0
-    unit.experts.tick(unit.now_s)  # An idle unit: no staging deadline applies any more.
+    unit.experts.tick(unit.now_s)  # All is staged: no deadline applies while the unit idles.
     before = unit.experts.placement
     sent = unit.send()
     assert sent[1][0].flips
@@ -247,7 +247,7 @@ def test_one_hiccup_does_not_end_balancing(what: str) -> None:
 
 
 class Unchecked(Placement):
-    """Placement that forbids a full check: it takes longer than a step may wait."""
+    """Placement that raises on a full check, as a check takes longer than a step may wait."""
 
     def check(self) -> list[str]:
         raise AssertionError("nobody asked")

@@ -37,7 +37,7 @@ def test_a_gain_that_varies_is_chance() -> None:
 
 
 def test_no_gain_between_equals_whatever_is_drawn() -> None:
-    """Two equally good placements under random loads: one is rarely preferred."""
+    """Two equally good placements under random loads: the second is preferred in at most 2 % of cases."""
     rng = np.random.default_rng(7)
     first = spread(1, 12, 4).slot_to_expert_LRS[0]
     shifted, whole, num_preferred = np.roll(first.ravel(), 1).reshape(4, 3), np.ones((4, 3)), 0
@@ -50,8 +50,8 @@ def test_no_gain_between_equals_whatever_is_drawn() -> None:
 
 
 def test_a_gain_has_to_pay_for_what_travels() -> None:
-    # A gain of 10 % of 1 ms over 1,000 steps is 100 ms. 20 replicas, 20 ms each, that slow steps by
-    # 10 % cost 40 ms.
+    # A gain of 10 % of 1 ms over 1,000 steps is 100 ms, and must be twice the cost. 20 replicas, 20 ms
+    # each, that slow steps by 10 % cost 40 ms, and the flip costs 2 ms.
     assert pays(0.1, 1e-3, 20, 0.02, 0.002, TERMS)
     assert not pays(0.1, 1e-3, 30, 0.02, 0.002, TERMS)
     assert pays(0.1, 1e-3, 0, 0.02, 0.002, TERMS)

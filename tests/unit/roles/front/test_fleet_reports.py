@@ -212,15 +212,16 @@ def test_what_is_refused_for_want_of_room_was_asked_for() -> None:
 
 
 def test_a_unit_that_comes_up_hears_of_the_front_before_it_is_given_anything() -> None:
-    """A unit drops all requests at a front's first message (FrontUp). After a late message of its
-    process before, the front once sent FrontUp after requests, which then hung (swarm seed 326).
+    """A unit drops all requests at a front's first message (FrontUp). After a late message of the
+    unit's previous process, the front once sent FrontUp after requests, which then hung (swarm seed
+    326).
     """
     made = Front(Deployment(), epoch="f1", max_context=1000)
     made.handle(0.0, Submit(generation()))
     made.handle(0.1, UnitUp("decode-0", "decode", "d1", 20, 4))
     effects = made.handle(0.1, UnitUp("prefill-0", "prefill", "p2", 20, 4))
     assert [type(effect.message) for effect in of(effects, Send)] == [FrontUp, Prefill]
-    # Its answer to that message.
+    # The unit's answer to FrontUp.
     assert sent(made.handle(0.2, UnitUp("prefill-0", "prefill", "p2", 20, 4)), FrontUp) == []
 
 

@@ -148,7 +148,7 @@ def test_a_tenant_that_fills_the_queue_leaves_another_its_share() -> None:
 
 
 def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() -> None:
-    """The fleet grows with refused demand too; live, refused requests did not reach the front."""
+    """The fleet grows with refused demand too, so gateways report what they refuse themselves."""
     made = front(max_running=1, max_queued=1)
     for number, prompt in enumerate((6, 10)):
         assert finals(made.handle(0.0, Submit(generation(f"a{number}", prompt=prompt)))) == []
@@ -156,7 +156,7 @@ def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() 
     made.handle(0.0, RejectedEarly(2, 30))
     made.handle(0.0, RejectedEarly(1))
     assert (made.totals.submitted, made.totals.refused) == (6, 4)
-    # Prompts that were not read count as long as others.
+    # A prompt that was not read counts with the mean length of the admitted ones: (6 + 10) / 2.
     assert made.totals.tokens_refused == 20 + 30 + 8
     assert made.fleet.demand().tokens_in == 16 + 58
     made.handle(0.0, Drain())
@@ -416,7 +416,7 @@ def test_prefill_goes_to_the_unit_that_will_be_done_first() -> None:
     for name, token_s in (("prefill-0", 1e-3), ("prefill-1", 1e-4)):
         epoch = "p1" if name == "prefill-0" else "p2"
         made.handle(0.0, UnitReport(name, epoch, 20, 0, 0, 4, 0, token_s=token_s, pair_s=1e-9))
-    # It is 10x as fast: it finishes the first three together before the other unit finishes one.
+    # prefill-1 is 10x as fast: it finishes all three before prefill-0 would finish one.
     for name in "abc":
         assert to(made.handle(0.0, Submit(generation(name, 300))), Prefill) == ["prefill-1"]
     ok(made)
@@ -679,7 +679,7 @@ def test_a_tenant_that_had_more_gives_its_last_request_back_and_goes_on_later() 
     assert [one.generation.request_id for one in sent(effects, Prefill)] == ["b1"]
     assert sent(effects, Cancel) == [Cancel("a3", 0)]
     assert (made.totals.requeued, made.totals.retries, made.totals.preemptions) == (1, 0, 0)
-    # Tokens of the preempted attempt arrive too late. Its turn comes before younger requests.
+    # When a0 ends, the preempted a3 is next: it is older than a4 and a5.
     ok(made)
     effects = made.handle(0.5, tokens(made, "a0", 2, finish="length"))
     (again,) = sent(effects, Prefill)
@@ -691,7 +691,8 @@ def test_a_tenant_that_had_more_gives_its_last_request_back_and_goes_on_later() 
 
 def full_of(tenant: str, num_slots: int = 4, num_ahead: int = 1) -> Front:
     """Return a front with `num_slots` + `num_ahead` + 1 requests of the tenant: all but the last have a
-    first token, and the first `num_slots` are reported as pulled. -1 leaves a slot free.
+    first token, and the first `num_slots` are reported as pulled. `num_ahead` -1 leaves a slot
+    free.
     """
     made = front(units=False, burst_tokens=100_000)
     made.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 200, 64))
@@ -712,7 +713,7 @@ def full_of(tenant: str, num_slots: int = 4, num_ahead: int = 1) -> Front:
 
 @pytest.mark.parametrize("tenant", ["x", "x/batch"])
 def test_one_that_is_prefilled_takes_the_slot_of_a_tenant_that_had_more(tenant: str) -> None:
-    """Nothing is preempted before the new request's KV is ready, nor a request without a slot."""
+    """No request is preempted before the new one's KV is ready, and never one without a slot."""
     made = full_of(tenant)
     effects = made.handle(0.4, of_tenant("c", "y"))
     assert [one.generation.request_id for one in sent(effects, Prefill)] == ["c"]

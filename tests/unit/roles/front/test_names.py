@@ -30,7 +30,7 @@ def test_a_chain_names_the_full_blocks_and_grows_with_the_output() -> None:
 
 
 def test_what_is_named_is_not_named_again() -> None:
-    """A chain with its marker is continued; under another fingerprint it is dropped."""
+    """A chain is continued if it was made under this fingerprint, otherwise it is made anew."""
     marked = msgspec.structs.replace(generation(prompt=128), chain=b"m" * 16, fingerprint="f0")
     names = list(split(NAMES.named(marked).chain))
     assert names[0] == b"m" * 16

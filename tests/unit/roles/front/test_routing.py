@@ -45,7 +45,7 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     assert made.prefill_unit(record) == ("prefill-1", 128)
     knows(made, "prefill-0", record, 3)
     assert made.prefill_unit(record) == ("prefill-0", 192)
-    # Not a unit where others wait for longer than the cache saves.
+    # Requests queued at prefill-0 take longer than its cached prefix saves.
     other = record_of(made, "b", 1000)
     made.requests.move(other, Transition.PLACE)
     made.units.sent_to_prefill("prefill-0", other)

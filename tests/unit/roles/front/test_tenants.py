@@ -30,7 +30,7 @@ def front_with(*quotas: Quota) -> Front:
 
 
 def ask(made: Front, now_s: float, name: str, *, num_prompt: int = 10, most: int = 0) -> Deliver:
-    """Submit a tenant's request; return its first delivery."""
+    """Submit a request of tenant t; return its first delivery, or an empty one if there was none."""
     asked = msgspec.structs.replace(generation(name), prompt=(1,) * num_prompt, tenant="t")
     delivers = of(made.handle(now_s, Submit(asked, most_pico_usd=most)), Deliver)
     assert made.check() == []

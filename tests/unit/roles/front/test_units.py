@@ -1,4 +1,4 @@
-"""Test FrontUnits: counts, capacity, and silence."""
+"""Test FrontUnits: counts, capacity, and missing heartbeats."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_room_is_counted_for_each_fingerprint_by_itself() -> None:
 
 
 def test_both_of_a_pair_are_replaced_one_after_the_other() -> None:
-    """No prompt is prefilled that no unit can decode, in either order of replacement."""
+    """A prompt is prefilled only once a unit can decode it, in either order of replacement."""
     for first, second in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
         made = front(*BOTH[:2])
         up(made, first, NEW)

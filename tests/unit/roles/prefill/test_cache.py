@@ -72,7 +72,7 @@ def news(num_blocks: int) -> DiskNews:
 
 
 def reading(num_blocks: int = 33) -> tuple[PrefillLeader, ReadBlocks]:
-    """Return a unit that reads three blocks from disk for its prompt "a"."""
+    """Return a unit that reads three blocks from disk for its prompt "a", and the read."""
     unit = leader(num_blocks)
     unit.handle(0.0, news(3))
     (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), ReadBlocks)
@@ -220,14 +220,14 @@ def test_a_prompt_that_waits_too_long_computes_in_other_blocks() -> None:
     unit.handle(READ_TIMEOUT_S + 1, Release("a", 0))
     assert set(unit.blocks[0].owners()) >= set(load.into), "the read may still write them"
     effects = unit.handle(READ_TIMEOUT_S + 2, BlocksRead(load.read_id, 3))
-    # The names belong to the computed blocks.
+    # The computed blocks have the names now, so the read's blocks are freed.
     assert set(of(effects, Freed)[0].block_ids) == set(load.into)
     assert unit.audit() == []
 
 
 def test_one_that_waits_too_long_and_finds_no_room_goes_back() -> None:
     unit, load = reading(num_blocks=5)
-    effects = unit.handle(READ_TIMEOUT_S, Release("nobody", 0))  # Any event wakes it.
+    effects = unit.handle(READ_TIMEOUT_S, Release("nobody", 0))  # Any event checks deadlines.
     assert [returned.reason for returned in sent(effects, Returned)] == ["queue full"]
     assert (unit.num_requests, unit.blocks.num_used, unit.audit()) == (0, 3, [])
     unit.handle(READ_TIMEOUT_S + 1, BlocksRead(load.read_id, 0, 0, "input/output error"))
@@ -327,7 +327,7 @@ def test_the_front_hears_of_names_once_and_a_new_one_of_all() -> None:
 
 
 def test_blocks_are_stored_in_order_a_few_at_a_time_and_once() -> None:
-    unit = leader(num_blocks=33)  # An eighth of 32 blocks: four at a time, in two writes.
+    unit = leader(num_blocks=33)  # At most 1/8 of 32 blocks at a time: four, in two writes.
     unit.handle(0.0, Prefill(asked("a", 400)))
     effects = finish(unit, 0)
     first, second = of(effects, StoreBlocks)
@@ -426,7 +426,7 @@ def filled(num_before: int, num_new: int, name: str = "a", *, salt: bytes = b"al
 
 
 def answered(num_blocks: int = 33, **options: Any) -> PrefillLeader:
-    """Return a unit that prefilled three blocks and a part of "a"; decode continues its answer."""
+    """Return a unit without a disk that has prefilled "a": three full blocks and a part of one."""
     unit = leader(num_blocks, has_disk=False, **options)
     run(unit, "a", 200, 0)
     return unit
@@ -536,7 +536,7 @@ def test_without_room_nothing_is_copied_and_no_prompt_waits_for_it() -> None:
     unit.handle(0.3, Release("x", 0))
     unit = answered(num_blocks=8, num_requests_max=1)
     unit.handle(0.25, Prefill(asked("x", 60, salt=b"bob")))
-    unit.handle(0.25, Prefill(asked("y", 250, salt=b"bob")))  # Its turn is next: it needs four.
+    unit.handle(0.25, Prefill(asked("y", 250, salt=b"bob")))  # "y" is next, and needs four blocks.
     assert copying(unit, filled(3, 3)) == []
     assert len(copying(unit, filled(3, 2))) == 0
     unit.handle(0.3, Release("y", 0))

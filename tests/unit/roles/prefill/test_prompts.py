@@ -187,11 +187,11 @@ def test_a_step_keeps_blocks_starts_and_tokens() -> None:
     pools = pools_of(3, num_blocks=5)
     step = pack([], waiting_of(*[100] * 20), pools, PackRules(64, 2), RATES)
     by_rank = [[prompt for prompt, at, _ in step.starts if at == rank] for rank in range(3)]
-    assert all(1 <= len(prompts) <= 2 for prompts in by_rank)  # Two blocks each, of four.
+    assert all(1 <= len(prompts) <= 2 for prompts in by_rank)  # Each needs 2 of 4 blocks.
     assert [prompt.number for prompt, _, _ in step.starts] == list(range(len(step.starts)))
     assert all(0 < sum(part.end - part.start for part in parts) <= 64 for parts in step.parts)
     assert all(part.end > part.start for parts in step.parts for part in parts)
-    held = started_on(pools, 1, "held", 200, 200)  # It takes all blocks, and one start.
+    held = started_on(pools, 1, "held", 200, 200)  # It takes all of rank 1's blocks.
     step = pack([held], waiting_of(100, 100, 100), pools, PackRules(64, 2), RATES)
     assert {rank for _, rank, _ in step.starts} == {0, 2}
 
@@ -210,7 +210,7 @@ def test_in_turn_nothing_is_looked_up_for_those_that_wait_behind_full_ranks() ->
 
 
 def test_one_that_starts_without_time_keeps_its_rank_and_is_not_overtaken() -> None:
-    """Beside a dense prompt it may get nothing in this step, but later prompts never overtake it."""
+    """A prompt started beside a dense one may get no tokens in this step, but no later one overtakes it."""
     unit = up(leader(2, chunk_tokens=64, num_blocks=400, num_requests_max=8))
     names = [f"r{number}" for number in range(12)]
     for number, name in enumerate(names):

@@ -29,7 +29,7 @@ STEP_S = 0.030
 
 
 class Inner:
-    """Leader that plans a traced step for each FrontUp, and answers Cancel with all of them."""
+    """Leader that plans a traced step for each FrontUp, and answers Cancel with the trace of all."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -166,7 +166,7 @@ def done(taken_s: float, answered_s: float) -> RankDone:
 
 
 def clock_of(clocks: HostClocks, now_s: float) -> tuple[float, float]:
-    """Return (offset, error) of host "h", beside a host that is the leader's."""
+    """Return (offset, error) of host "h" in seconds; the unit's other host is the leader's."""
     clocks.traced(0, {0: "h", 1: "here"})
     step = TracedStep(0, "sequential", 1, 1, (TraceEvent(0, "compute", "step", 0, 0, 9.0, 9.5),))
     (clock,) = clocks.aligned(now_s, Trace("u", 1, (step,))).clocks
@@ -175,7 +175,7 @@ def clock_of(clocks: HostClocks, now_s: float) -> tuple[float, float]:
 
 def test_the_quickest_answer_counts_until_it_is_old() -> None:
     clocks = HostClocks()
-    clocks.measure(1.010, "h", 1.0, done(51.009, 51.009))  # 9 ms there, 1 ms back: error 4 ms.
+    clocks.measure(1.010, "h", 1.0, done(51.009, 51.009))  # 9 ms there, 1 ms back: off by 4 ms.
     assert clock_of(clocks, 1.010) == pytest.approx((50.004, 0.005))
     clocks.measure(2.002, "h", 2.0, done(52.001, 52.001))
     assert clock_of(clocks, 2.002) == pytest.approx((50.0, 0.001))
@@ -194,7 +194,7 @@ def test_a_host_that_was_started_again_has_another_clock() -> None:
 
 
 def test_what_cannot_be_is_no_sample() -> None:
-    """Discard an answer that took longer than the round trip, or that has no times."""
+    """An answer is no sample if it took longer than the round trip, or has no times."""
     clocks = HostClocks()
     clocks.measure(1.01, "h", 1.0, done(51.0, 51.5))
     clocks.traced(0, {0: "h", 1: "here"})

@@ -56,7 +56,7 @@ class Driver:
         return forms, [send.message.unit for send in sends if isinstance(send.message, UnitDown)]
 
     def answer(self, *but: int) -> None:
-        """Let all members except some report that they formed."""
+        """Let all members except the ranks `but` report that they formed."""
         for rank, epoch in list(self.membership.members.items()):
             if rank not in but:
                 self.membership.formed(
@@ -204,7 +204,7 @@ def test_one_that_all_blame_and_that_is_silent_is_gone() -> None:
     driver.heartbeat(0, 1, 2, lost=(3,))
     driver.pass_s(SILENT_S - 0.1, 0, 1, 2)
     assert driver.take() == ({}, [])
-    driver.pass_s(0.4, 0, 1, 2)  # Its host is sighted twice first.
+    driver.pass_s(0.4, 0, 1, 2)  # Two sightings of the rank come first.
     forms, killed = driver.take()
     assert (len(forms), killed) == (3, ["decode-0.3"])
 
@@ -363,7 +363,7 @@ def test_one_that_froze_before_it_was_heard_is_killed() -> None:
     others = (0, 1, 2)
 
     def pass_s(seconds: float) -> list[str]:
-        """Let others report that they are up, or send heartbeats; return the processes to kill."""
+        """Let the ranks `others` report and send heartbeats; return the processes to kill."""
         for _ in range(round(seconds)):
             for rank in others:
                 driver.membership.rank_up(driver.now_s, up(rank))
@@ -541,7 +541,7 @@ def test_hosts_rest_one_at_a_time() -> None:
 
 
 def test_a_host_that_rests_is_better_than_none() -> None:
-    """The host's other ranks join it then, too."""
+    """Once a rank of the resting host is used for want of others, the host's other ranks may join too."""
     driver = on_hosts("aabb", slow_host_rest_s=30.0)
     driver.membership.rest(0.0, SlowHost("b", 0.8))
     end_and_start(driver, 2, "b", "later2")

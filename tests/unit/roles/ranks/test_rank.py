@@ -228,7 +228,9 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
 def test_what_a_step_that_failed_was_to_fetch_is_held_by_nobody(
     error: str | None, *, is_void: bool, is_copied: bool
 ) -> None:
-    """After a failed step the block has no name, as in the leader, which alone knew of the fetch."""
+    """After a failed step the block has no name, as in the leader: only that leader knew that a step must
+    still fetch the block.
+    """
     rank = formed_rank()
     if is_copied:
         rank.handle(0.0, RankDo(Pull("a", 0, LEASE, (3, 4))))

@@ -257,7 +257,7 @@ def test_a_dead_rank_is_not_counted_while_the_others_form_anew() -> None:
     driver = Driver().run()
     load = UnitReport("decode-0", "e", 30, 0, 0, 24, 0, num_ranks=3)
     driver.handle(UnitDown("decode-0.1", "killed"))
-    # The inner leader still counts it: it learns of the death once the others have formed.
+    # The inner leader still counts the dead rank: it gets RankReset once the others have formed.
     driver.inner.answers = [Send("front", load)]
     (seen,) = sent(driver.handle(Cancel("x", 0)), UnitReport)
     assert (seen.num_ranks, seen.absent) == (2, (1,))

@@ -31,7 +31,7 @@ def test_merging_keeps_the_slowest_time_of_each_op_and_names_ranks() -> None:
 
 
 def test_rows_of_the_ranks_follow_one_another_and_keys_may_repeat() -> None:
-    """The parts have two tokens of a slot apart, and log-probabilities of some rows."""
+    """Tokens of one slot need not be adjacent in a part, and some rows have no log-probabilities."""
     first, second, third = (Draw(-float(number), ()) for number in (1, 2, 3))
     parts = {
         1: StepDone(1, (0, 0, 1), (7, 8, 9), {1: third}, 0.1),

@@ -83,7 +83,7 @@ def test_what_is_held_while_it_waits_is_given_up_for_others_the_oldest_first() -
     membership = DiskStores(pools, holds=True)
     for position, block in enumerate(blocks):
         membership.offer(0, name(position), position, block)
-    assert len(membership.begin()) == 2  # Each has 4 blocks.
+    assert len(membership.begin()) == 2  # Each write has 4 blocks.
     assert membership.give_up(0, 64) == 0, "somebody else owns them all the same"
     pools.free(0, blocks, "x")
     assert pools.num_used == 20

@@ -69,5 +69,5 @@ def test_a_line_begins_where_a_single_request_was_seen() -> None:
     assert constant + 12 * slope == pytest.approx(0.0072, rel=0.05)
     for _ in range(60):
         meter.add(2, 0.003)
-    # A second request doubles it, and the line never goes below 0.
+    # Two requests take three times as long, but the constant is never below 0.
     assert meter.line == pytest.approx((0.0, 0.001), abs=0.0001)
