@@ -76,12 +76,12 @@ class Agent:
         self.process.stdin.flush()
 
     def order(self, *orders: ProcessOrder, **more: object) -> None:
-        """Send the processes that it must run."""
+        """Send orders: the processes that the agent must run."""
         self.said = NodeOrders(orders, **more)  # type: ignore[arg-type]
         self._say()
 
     def hear(self, until: Callable[[], object]) -> None:
-        """Receive its reports until a condition holds."""
+        """Receive the agent's reports, and repeat the orders, until a condition holds."""
 
         def is_so() -> object:
             if found := until():
@@ -183,8 +183,8 @@ def test_an_end_is_told_behind_the_last_words_and_once_a_life(agent: Agent) -> N
 
 
 def test_another_supervisor_is_heard_in_the_place_of_the_one_before() -> None:
-    """Processes of the run go on, and orders of the old supervisor are ignored. When the run is
-    over, the agent leaves and ends all its processes.
+    """A later supervisor takes over: the run's processes go on, and orders of the earlier supervisor are
+    ignored. When the run is over, the agent ends all its processes and leaves.
     """
     plan = next(p for p in launch_plan(Deployment(prefill=UNITS)) if p.name == "prefill-0")
     order = ProcessOrder("prefill-0", 1, (plan.module, *plan.arguments), 1)

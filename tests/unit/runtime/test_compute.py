@@ -12,7 +12,7 @@ from tests.waiting import DEADLINE_S, wait_until
 
 
 class QuickRunner:
-    """Runner with steps that end when they may, and that raises if the test says so."""
+    """Runner with steps that end once the test allows it; a step raises if the test says so."""
 
     def __init__(self) -> None:
         self.may_go_on = threading.Event()
@@ -72,7 +72,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Harness:
-    """Compute that is stopped at the end of a block, and its wake-ups."""
+    """Compute, which is stopped at the end of a `with` block, and its wake-ups."""
 
     def __init__(self, runner: QuickRunner | Waiting) -> None:
         self.woken = threading.Semaphore(0)

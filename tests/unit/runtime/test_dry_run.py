@@ -61,7 +61,7 @@ def test_the_published_messages_and_buffers(v3: Resolved) -> None:
 
 
 def test_the_published_weights_of_a_rank(v3: Resolved) -> None:
-    """Expect 24.2 and 42.1 GB, computed with a BF16 gate; the gate is FP32 here."""
+    """Expect 24.2 and 42.1 GB within 1 %: they were computed with a BF16 gate, and ours is FP32."""
     assert v3.memory.decode.weight_bytes / 1e9 == pytest.approx(24.2, rel=0.01)
     assert v3.memory.prefill.weight_bytes / 1e9 == pytest.approx(42.1, rel=0.01)
     assert v3.memory.block_bytes == 64 * 70_272

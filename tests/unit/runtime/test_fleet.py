@@ -120,7 +120,7 @@ def test_ranks_that_were_left_without_a_leader_end_where_no_unit_is_asked_for() 
 
 
 def test_units_that_run_when_it_begins_are_counted_and_nothing_is_started_for_them() -> None:
-    """A dead supervisor may have left them. A second decode unit serves instead of the first."""
+    """A dead supervisor may have left running units: here the second decode unit, not the first."""
     world = World(running=("prefill-0", "decode-1"))
     assert world.phases() == ["resting", "ready"]
     assert world.children["decode-1"].is_wanted

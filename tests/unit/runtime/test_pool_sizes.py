@@ -31,7 +31,7 @@ CONTEXT_BLOCKS = 8
 LEAST = NUM_SCRATCH_BLOCKS + CONTEXT_BLOCKS
 CONTEXT_TOKENS = CONTEXT_BLOCKS * BLOCK_TOKENS
 MANY = 1 << 16
-"""Requests per rank: too many for contexts to bound a pool here."""
+"""Requests per rank: so high that the contexts of all requests never limit a pool here."""
 
 
 def units(**fields: Any) -> UnitsConfig:

@@ -52,7 +52,7 @@ def chunk(index: int) -> Chunk:
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Return what each call returns; they run at once, and none may hang."""
+    """Run the calls at the same time, each in a thread; return their results. Raise if one hangs."""
     results: dict[int, Any] = {}
 
     def run(index: int) -> None:

@@ -43,7 +43,7 @@ class PlayedGroup:
 
 @dataclass
 class PlayedRay:
-    """Placement groups by name, and requests to the autoscaler."""
+    """Stand-in for Ray: placement groups by name, and requests to the autoscaler."""
 
     states: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -250,7 +250,7 @@ def test_the_next_supervisor_finds_the_run_and_the_one_before_gives_nothing_back
 
 
 def test_a_run_that_follows_another_under_its_name_is_a_later_one(played: PlayedRay) -> None:
-    """A deployment was changed, and the earlier run is not taken over."""
+    """A new run with a changed deployment does not take over the earlier run."""
     RayNodeProvider(Run("run", DEPLOYMENT, term=2), Address(2, "tcp://10.0.0.1:2"))
     new = RayNodeProvider(Run("new", DEPLOYMENT, term=3), Address(3, "tcp://10.0.0.1:3"))
     assert not new.is_superseded

@@ -91,7 +91,7 @@ def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(
 
 
 def restart_a_peer(folder: Path) -> None:
-    """Restart a peer: it is reached, and gets nothing of its predecessor's."""
+    """Restart a peer, and check that it is reached and gets no message for its predecessor."""
     a, b = ZmqWire("a", folder), ZmqWire("b", folder)
     a.send("b", Cancel("before", 0))
     assert receive_all(b, 1) == [Cancel("before", 0)]
@@ -139,7 +139,7 @@ def test_a_restarted_peer_is_reached_and_gets_nothing_of_its_predecessors(folder
 
 def test_a_dead_sender_does_not_speak_after_its_successor(wire: Callable[..., ZmqWire]) -> None:
     receiver = wire("b")
-    # The order of their starts does not matter: the supervisor counts lives.
+    # The order of their starts does not matter, only the epoch number that the supervisor counts.
     new, old = (wire("a", epoch_number=epoch_number) for epoch_number in (2, 1))
     new.send("b", Cancel("new", 0))
     assert receive_all(receiver, 1) == [Cancel("new", 0)]

@@ -43,7 +43,7 @@ def test_all_of_a_day_is_found_once(tmp_path: Path) -> None:
     store = Store(url)
     store.prepare()
     both = fact("both", "a", 100)
-    # A front that heard of it a minute late may still know the request by its id.
+    # The front may have received this charge a minute late, and so may still have its id.
     late = fact("heard late", "a", 20, 1.4 * RECENT_S)
     kept = (fact("old", "a", 1, DAY_S / 4), fact("new", "a", 10), both, late, fact("x", "z", 7))
     store.write(PackedFacts((*kept, fact("yesterday", "a", 5, DAY_S))))

@@ -218,7 +218,7 @@ def test_with_the_outbox_full_too_facts_wait_in_memory(
     writer = writer_of(store, kept, outbox_bytes=1)
     store.is_down = True
     writer.start()
-    names = [f"r{index} {'x' * 1000}" for index in range(50)]  # 50 kB; the outbox takes 32.
+    names = [f"r{index} {'x' * 1000}" for index in range(50)]  # 50 kB; the outbox takes 32 kB.
     for name in names:
         writer.add(fact(name))
     wait_until(lambda: "queued in memory" in caplog.text, "the outbox is full")
@@ -350,7 +350,7 @@ def test_tables_that_are_gone_are_made_again(store: FakeStore) -> None:
 def test_a_fact_that_no_file_takes_ends_nothing(
     store: FakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A lone surrogate, as in the name of a folder that is not UTF-8."""
+    """The fact's id has a lone surrogate, as Python reads it from a folder's name that is not UTF-8."""
     caplog.set_level(logging.CRITICAL)  # pytest-xdist cannot send a log with such a name.
     kept = Kept()
     writer = writer_of(store, kept)

@@ -20,7 +20,7 @@ def make(tmp_path: Path, code: str) -> Child:
 
 
 def start(child: Child, path: Path | str, now_s: float = 0.0) -> None:
-    """Start it as a process of this host that finds its modules on this path."""
+    """Start the child on this host, with `path` as its PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONUNBUFFERED": "1"}
     child.start(
         now_s, lambda arguments, epoch_number: start_here(child.name, arguments, environment)

@@ -148,7 +148,7 @@ def test_what_else_is_printed_becomes_a_line(form: str) -> None:
 def test_the_last_lines_are_kept_and_the_oldest_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes kept: at least as many as promised, at most twice as many plus one line."""
+    """Bytes kept: at least as many as promised, at most twice as many plus two lines."""
     monkeypatch.setattr(logs, "KEPT_BYTES", 1000)
     kept = KeptLines(tmp_path, "decode-0.1")
     assert KeptReader(tmp_path, "decode-0.1").read() == []
@@ -167,7 +167,7 @@ def test_the_last_lines_are_kept_and_the_oldest_go(
 def test_a_reader_misses_no_line_that_is_kept_and_repeats_none(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines have about 9 bytes: with 7 per read the file sometimes rotates, with 33 each time."""
+    """A line has about 9 bytes, a file 300: it rotates between some reads of 7 lines, between all of 33."""
     monkeypatch.setattr(logs, "KEPT_BYTES", 300)
     kept, reader = KeptLines(tmp_path, "gateway"), KeptReader(tmp_path, "gateway")
     written, found = [], []

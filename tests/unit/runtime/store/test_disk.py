@@ -194,7 +194,7 @@ def test_a_truncated_segment_is_damage(tmp_path: Path) -> None:
         assert (loaded.num_loaded, loaded.num_damaged) == (0, 1)
         assert (
             one.save(new_names(1), (1,)).locations is not None
-        )  # It goes on, with another segment or with none.
+        )  # The store goes on, with another segment or with none.
         one.save_again(new_names(1), (1,))
     with host(tmp_path) as two:
         assert two.load(names, locations, INTO).num_loaded == 0

@@ -134,7 +134,7 @@ def test_what_a_dead_sibling_left_is_found_at_the_moment_its_segment_is_taken_up
 ) -> None:
     names, ten = new_names(10), tuple(range(1, 11))
     with host(tmp_path) as one:
-        assert one.save(new_names(0), ()).error is None  # It has entered, and found nothing.
+        assert one.save(new_names(0), ()).error is None  # Its first save found no segment to adopt.
         with host(tmp_path) as sibling:
             locations = sibling.save(names, ten).locations
         assert one.save(names, ten).locations == locations

@@ -203,7 +203,7 @@ def test_a_damaged_segment_is_passed_over(
         if what != "removed":
             assert own.view.troubles.kind_to_count
             assert len(caplog.records) == 1
-        with host(tmp_path) as other:  # It works beside the broken segment.
+        with host(tmp_path) as other:  # A writer works beside the broken segment.
             other.save(names, (1, 2, 3))
             own.sees(*split(names))
 

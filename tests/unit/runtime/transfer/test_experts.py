@@ -62,7 +62,7 @@ def empty(held: MlpWeights) -> MlpWeights:
 
 
 def is_same(one: MlpWeights, other: MlpWeights) -> bool:
-    """Compare bit by bit: some values are NaN."""
+    """Return whether two experts are equal bit by bit, as some values are NaN."""
     return all(
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in zip(one.parts, other.parts, strict=True)
@@ -124,7 +124,7 @@ def test_bytes_that_changed_are_refused() -> None:
     with serving({(0, 7): held}) as server:
         assert ExpertClient(KEY).fetch(0, source(server.port), empty(held))
         held.down.values.view(torch.uint8)[5, 5] ^= (
-            1  # One bit; what was sent before gives the sum.
+            1  # One bit; the checksum is that of the first answer.
         )
         assert not ExpertClient(KEY).fetch(0, source(server.port), empty(held))
 
@@ -165,7 +165,7 @@ def test_one_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
             listener.accept()
         with serving({(0, 7): held}) as server:
             assert client.fetch(0, source(server.port), got), "others are asked"
-        monkeypatch.setattr(peers.PeerLink, "is_shunned", False)  # After a while.
+        monkeypatch.setattr(peers.PeerLink, "is_shunned", False)  # As after a while.
         listener.setblocking(True)
         accepting = threading.Thread(target=lambda: listener.accept()[0].close())
         accepting.start()
@@ -210,7 +210,7 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[Peer]]:
-    """Return the shared peers, one at most: starting another takes longer than all tests here."""
+    """Yield the list of the peer that tests share: starting one takes longer than all tests here."""
     started: list[Peer] = []
     yield started
     for peer in started:
@@ -276,7 +276,7 @@ SOUND = ExpertHead((("float32", (32, 192)), ("float32", (32, 192)), ("float32", 
 
 
 def answering(talk: Callable[[socket.socket], None]) -> int:
-    """Open a port, and talk like this to its first connection."""
+    """Open a port that talks like this to its first connection; return its number."""
     listener = socket.create_server((HOST, 0))
 
     def run() -> None:
@@ -295,7 +295,7 @@ def answering(talk: Callable[[socket.socket], None]) -> int:
 
 
 def ask(port: int) -> Channel:
-    """Ask for expert 7, as a rank of the run does."""
+    """Ask for expert 7, as a rank of the run does; return the channel for the answer."""
     channel = open_channel(HOST, port, KEY, "decode-0.1", deadline())
     channel.send_frame(AskExpert(0, 7))
     return channel

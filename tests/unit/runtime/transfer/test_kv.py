@@ -174,7 +174,7 @@ def test_an_owner_that_dies_or_freezes_is_an_error_soon(
             owner.process.send_signal(number)
 
         striking = threading.Thread(target=strike)
-        striking.start()  # It may interrupt one of many pulls.
+        striking.start()  # The signal may arrive in any of many pulls.
         error = wait_until(pull, "a pull fails")
         join(striking)
         print(error)
