@@ -24,7 +24,7 @@ def waits_of(rank: int = 0) -> HostWaits:
     [
         ({1: 1.0, 2: 1.5, 3: 3.0, 4: 2.0}, {"b": 1.0}),  # A host's last rank counts.
         ({1: 1.0, 2: 2.0, 3: 2.0, 4: 5.0}, {"c": 3.0}),
-        ({1: 4.0, 2: 2.0, 3: 2.0, 4: 5.0}, {"c": 1.0}),  # Its own host's rank was missing, too.
+        ({1: 4.0, 2: 2.0, 3: 2.0, 4: 5.0}, {"c": 1.0}),  # A rank of its own host was missing, too.
         ({1: 7.0, 2: 2.0, 3: 2.0, 4: 5.0}, {}),
         ({1: 1.0, 2: 0.2, 3: 0.3, 4: 0.9}, {}),  # All arrived before the wait began.
         ({1: 1.0, 2: 0.2, 3: 0.3, 4: 1.5}, {"c": 0.5}),

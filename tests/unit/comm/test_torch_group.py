@@ -94,7 +94,7 @@ def lose(group: TorchGroup, size: int = 10, room: int = 10) -> PeerLost:
 
 def test_a_silent_peer_ends_the_generation_at_the_deadline() -> None:
     with gloo_threads(2) as groups:
-        groups[0].deadline_s = 0.4  # They have formed.
+        groups[0].deadline_s = 0.4  # Forming is done.
         assert 1 in lose(groups[0]).ranks
         groups[0].deadline_s = DEADLINE_S
         form_all(groups, 2)

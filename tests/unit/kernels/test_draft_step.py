@@ -20,7 +20,7 @@ from tests.unit.kernels.test_decode_step import CHANGES
 pytestmark = pytest.mark.usefixtures("built")
 POSITIONS = [1, 62, 63, 64, 65, 66, 130, 300, 400, 0, 64, 131]
 """Positions of the rows, each of another sequence; the last three only write their entry. If an
-indexer selects 66 or 300 positions, one row sees one more; position 0 is the one left out.
+indexer selects 66 or 300 positions, one row sees one position more: position 0 is left out.
 """
 NUM_FULL = 9
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -166,7 +166,7 @@ def test_position_0_is_not_attended_to(changes: dict[str, Any], garbage: float) 
 
 
 def test_a_further_draft_takes_the_hidden_states_of_the_last() -> None:
-    """Draft further from the hidden states in place: the next ones will overwrite them."""
+    """Draft further from hidden states in the step's own buffer, which the new hidden states overwrite."""
     weights, call = make(CHANGES[0])
     rows = call.rows(EVERY)
     step = DraftStep(weights, call.cache_PLSD, 12, 2)

@@ -540,7 +540,7 @@ def test_a_block_has_the_same_entries_however_many_are_drafted(tiny: ModelWeight
 
 @pytest.mark.parametrize("max_rows", [4, 5, 7, 64])
 def test_one_call_does_what_its_passes_do(tiny: ModelWeights, max_rows: int) -> None:
-    """Write entries and make drafts in C and pass by pass; block capacity ends at any position."""
+    """Compare one call in C with single passes: equal entries and drafts, wherever the blocks end."""
     num_slots, rng = 4, random.Random(max_rows)
     config, vocabulary = tiny.config, tiny.config.vocab_size
     sides = []
@@ -605,7 +605,7 @@ def test_what_the_module_s_kernels_cannot_use_is_refused(tiny: ModelWeights) -> 
 def test_a_step_that_fails_loses_no_entries(
     tiny: ModelWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fail a step: deferred entries are written when its rows leave; later it is too late."""
+    """Fail a step: its rows leave, and their deferred entries are written then, as they cannot be later."""
     unit = Unit(tiny, 1)
     request = Request(0, random.Random(3))
     request.prompt = list(range(20, 50))

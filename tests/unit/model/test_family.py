@@ -60,7 +60,7 @@ def write_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> 
     shake(model)
     for key, parameter in model.named_parameters():
         if key.endswith("k_norm.bias"):
-            parameter.data.normal_(0.0, 0.2)  # Any larger, and all heads would agree.
+            parameter.data.normal_(0.0, 0.2)  # Larger biases would make all heads agree.
     model.eval().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return model

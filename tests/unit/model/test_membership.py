@@ -112,7 +112,7 @@ class Rank:
     def stage(
         self, ranks: Sequence[Rank], layer: int, stage_id: int, slot_to_expert_RS: np.ndarray
     ) -> Staged:
-        """Stage the other ranks' experts. Expert 0 and experts that a source lacks are read."""
+        """Stage the other ranks' experts. Expert 0 and experts that a source lacks are read from files."""
 
         def fetch(layer: int, source: Source, into: MlpWeights) -> bool:
             found = ranks[source.port - 1].store.expert(layer, source.expert)

@@ -345,7 +345,9 @@ def test_a_cache_without_its_layer_and_rows_that_are_not_there() -> None:
 
 @pytest.fixture(scope="module")
 def shipped_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelWeights]:
-    """Return hadal-tiny in both implementations. Its dense layers are hidden; else transformers' module is dense."""
+    """Return hadal-tiny in both implementations. Its config hides the dense layers while transformers
+    makes the module: otherwise the module would be dense.
+    """
     from transformers import DeepseekV3ForCausalLM
     from transformers.modeling_layers import MtpModel
 

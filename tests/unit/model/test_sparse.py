@@ -28,7 +28,7 @@ from tests.unit.kernels.shapes import odd_config, random_weights
 TOPK = 66
 NUM_TOKENS = 150
 INDEXER = {"index_n_heads": 9, "index_head_dim": 11, "index_topk": TOPK}
-# Whole vectors: torch's silu gives the end of a batch other bits.
+# Multiples of a vector: torch's silu gives other bits to values after a batch's last whole vector.
 WIDTHS = {"intermediate_size": 64, "moe_intermediate_size": 32}
 BLOCKS = ((7, 3, 5), (2, 1, 6))
 TOLERANCE = 1e-4

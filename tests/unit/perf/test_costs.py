@@ -372,7 +372,7 @@ def test_what_grows_with_tokens_is_per_token_and_of_the_usual_step() -> None:
     for _ in range(400):
         works = [MicroBatchWork(rng.choice([200, 800]), 1000)] * rng.choice([1, 2])
         costs.observe(works, step(LINEAR, works, rng, 0.01))
-    # 1 us per token and layer; 500 tokens on average in one micro-batch or two: 750 per step.
+    # 1 us per token and layer; 500 tokens on average in one micro-batch or two: 750 tokens per step.
     assert costs.growing_s("experts") == pytest.approx(750e-6, rel=0.25)
     fixed = new()
     for _ in range(400):

@@ -129,7 +129,9 @@ def test_brute_force_finds_the_prefill_table() -> None:
 
 
 def test_brute_force_finds_little_beyond_the_decode_table() -> None:
-    """Search all variants: the best also splits attention and trails; it is 1 % ahead at both ends."""
+    """Search all variants: the best also splits attention and trails; filling and draining, it gains
+    at most 1 %.
+    """
     best = min(variants(), key=lambda variant: price(variant, [DECODE_LIKE] * 2, 4).total_s)
     ours_s, best_s = (
         price(schedule, [DECODE_LIKE] * 2, 4).total_s for schedule in (DECODE_FIVE, best)

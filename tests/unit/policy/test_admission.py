@@ -123,7 +123,7 @@ def test_nothing_is_kept_for_a_tenant_and_one_with_fewer_waits_for_no_slot() -> 
 def test_a_batch_fills_beside_others_as_many_slots_as_steps_compute() -> None:
     assert slots_beside((0.0, 0.0), 1, 2, 64) == 64, "nothing was measured"
     assert slots_beside((0.03, 0.00002), 1, 2, 64) > 64, "a GPU's steps"
-    # A step of 2 takes 2.9 ms and may take 3.19 ms; one of 20 takes 11.9 and may 13.09 ms.
+    # A step of 2 takes 2.9 ms and may take 3.19 ms; one of 20 takes 11.9 ms and may take 13.09 ms.
     assert [slots_beside((0.0019, 0.0005), 1, num, 64) for num in (2, 20)] == [0, 2]
     assert slots_beside((0.0019, 0.0005), 2, 40, 64) == 4, "each rank steps with its own"
 

@@ -22,7 +22,7 @@ SEEDS = [*range(3), *(fresh().randrange(1 << 30) for _ in range(2))]
 
 
 def unit(*rows: tuple[int, int], blocks: int = 100, slots: int = 8) -> DecodeRanksView:
-    """Return ranks 0, 1, ... with (blocks used, requests); every request has its longest length."""
+    """Return ranks 0, 1, ... with (blocks used, requests); no request will grow any more."""
     used, requests = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     size = len(rows)
     return DecodeRanksView(
@@ -187,7 +187,7 @@ def test_both_shares_count() -> None:
 
 
 def test_the_largest_of_a_step_are_placed_first() -> None:
-    """Place the largest first: in order of arrival it would come on top of a small one."""
+    """Place the largest first: in order of arrival it would share a rank with a small one."""
     arrivals = [ask(10), ask(10), ask(20)]
     assert place(unit((0, 0), (0, 0), slots=3), arrivals, preempts=True) == [1, 1, 0]
 

@@ -26,7 +26,9 @@ TERMS = MoveTerms(gain_steps=1000.0)
 def unit(
     blocks_RS: list[list[int]], *, blocks: int = 1000, worst: int = 0
 ) -> tuple[DecodeRanksView, RunningView]:
-    """Return ranks 10, 11, ... with requests of these lengths, plus `worst` blocks; 0 is a free slot."""
+    """Return ranks 10, 11, ... with requests of `blocks_RS` blocks (0: a free slot), which may grow by
+    `worst` blocks.
+    """
     held_RS = np.array(blocks_RS, np.int64)
     longest_RS = np.where(held_RS > 0, held_RS + worst, 0)
     size, slots = held_RS.shape

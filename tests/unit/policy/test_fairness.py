@@ -140,7 +140,7 @@ def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one_request(
     "limits.burst_tokens"
 )
 def test_two_that_wait_all_the_time_are_served_alike_to_the_bound() -> None:
-    """Serve two tenants on `slots` requests; each request draws a token per step."""
+    """Serve two tenants, `slots` requests at a time; each request draws a token per step."""
     random: Random = fresh()
     for _ in range(30):
         weights = {tenant: random.choice([1.0, 1.0, 2.0, 5.0]) for tenant in "ab"}
@@ -203,9 +203,9 @@ def test_whoever_had_most_gives_way_to_whoever_stays_behind_it() -> None:
 def test_what_is_taken_is_not_taken_back() -> None:
     asking = tenant("b", 100.0, 2)
     assert tenant_to_requeue(asking, [tenant("a", 700.0, 3)], 200.0, 0.0) == "a"
-    # Counting its whole service, it would be ahead.
+    # Once all of b's requests are served, a would have less service than b.
     assert tenant_to_requeue(asking, [tenant("a", 699.0, 3)], 200.0, 0.0) is None
-    # After losing one it still has more than the other.
+    # After giving up one, a still has more placed requests than b then has.
     assert tenant_to_requeue(asking, [tenant("a", 300.0, 5)], 200.0, 0.0) == "a"
     assert tenant_to_requeue(asking, [tenant("a", 300.0, 4)], 200.0, 0.0) is None
     assert tenant_to_requeue(asking, [tenant("a", 299.0, 99)], 200.0, 0.0) is None

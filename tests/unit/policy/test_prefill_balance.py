@@ -189,7 +189,7 @@ def test_light_prompts_beside_a_dense_one_make_up_its_tokens() -> None:
     budget_s = 2.0
     assert sum(cut_rank(prompts[:1], RATES, budget_s, 8192, 16384)[0]) < 3000
     sizes, _ = cut_rank(prompts, RATES, budget_s, 8192, 16384)
-    assert sum(sizes) == pytest.approx(8192, abs=30)  # As many light tokens.
+    assert sum(sizes) == pytest.approx(8192, abs=30)  # Light prompts add the other tokens.
     assert sizes[0] > 1500
     assert time_s(prompts, sizes, RATES) == pytest.approx(budget_s, abs=RATES.chunk_s(82_000, 1))
 
@@ -198,8 +198,8 @@ def test_light_prompts_beside_a_dense_one_make_up_its_tokens() -> None:
 def test_time_too_short_for_a_dense_token_goes_to_light_ones(num_missing: int) -> None:
     prompts = [PromptView(2000, 0, 20_000), PromptView(3000, 0, 120_000), PromptView(500, 0, 0)]
     budget_s = RATES.chunk_s(20_000, 2000) + 0.99 * RATES.chunk_s(120_000, 1)
-    # The first is taken whole, no token of the second fits, and few tokens are missing: more of the
-    # first would fit.
+    # The first prompt is taken whole. The time left is too short for a token of the second, so the few
+    # missing tokens come from the third.
     goal = 2000 + num_missing
     assert cut_rank(prompts, RATES, budget_s, goal, goal)[0] == [2000, 0, num_missing]
 

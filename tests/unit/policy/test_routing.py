@@ -39,7 +39,7 @@ def test_prefill_skips_full_and_small_units() -> None:
 
 
 def test_prefill_counts_attention_ranks_and_speed() -> None:
-    """Queue fewer tokens at p0 in each pair: it would still be done later."""
+    """Compare pairs in which p0 has fewer queued tokens than p1, or as many, but would be done later."""
     fast = {"token_s": 1e-5, "pair_s": 1e-9}
     slow = {"token_s": 1e-4, "pair_s": 1e-8}
     for worse, better in (

@@ -156,7 +156,7 @@ def drawn(random: Random) -> Unit:
 
 
 def longest_s(unit: Unit, computed: Bools, *, is_batch: bool | None = None) -> float:
-    """Return the seconds of a step by the line. `is_batch`: count only rows of batches, or of others."""
+    """Return the seconds of a step by the line. `is_batch`: True counts rows of batches only, False others only."""
     counts = Counter(
         unit.rows[row][0]
         for row in np.flatnonzero(computed).tolist()

@@ -38,7 +38,7 @@ def test_published_prices() -> None:
 
 
 def test_discounts_are_those_announced() -> None:
-    """Check discounts: V3's is half; R1's is 75 %, two prices rounded to 0.5 cents or less."""
+    """Check discounts: V3's is half; R1's is 75 %, with two prices rounded by 0.25 cents."""
     assert V3.off_peak is not None
     assert R1.off_peak is not None
     for name in ("hit", "miss", "out"):

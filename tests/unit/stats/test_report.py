@@ -73,8 +73,8 @@ def published_day() -> Report:
                 stream_us=share[2] * 10**6 // 21,
             ),
         )
-    # Seven decode units all day and an eighth for seven hours; prefill units likewise, 278 nodes at
-    # the peak.
+    # Decode: seven units all day and an eighth for seven hours. Prefill: 90 nodes all day and 44 for
+    # three hours. The peak is 278 nodes.
     units = [nodes(f"decode-{i}", "decode", 18) for i in range(7)]
     units += [nodes("decode-7", "decode", 18, 8, 15), nodes("prefill-all", "prefill", 90)]
     units += [nodes("prefill-day", "prefill", 44, 8, 11)]

@@ -53,7 +53,7 @@ def test_nobody_bears_what_was_idle_all_the_time() -> None:
 
 
 def plain_shares(spans: list[WorkSpan], first: int, last: int) -> dict[str, float]:
-    """Compute the shares moment by moment."""
+    """Return tenant -> share in microseconds, computed for each microsecond by itself."""
     shares: dict[str, float] = {}
     for at in range(first, last):
         here = [one for one in spans if one.from_us <= at < one.to_us]

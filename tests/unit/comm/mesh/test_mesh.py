@@ -99,7 +99,9 @@ def exchange_sized(group: MeshGroup, size: int, room: int | None = None) -> None
 
 
 def test_a_rank_may_be_ahead_by_exchanges_not_posted_yet() -> None:
-    """Send payloads before their posting: small, large, into fixed buffers, and one half arrived."""
+    """Send before the receiver posts: small, large and empty payloads, some into fixed buffers; one has
+    arrived only in part by then.
+    """
     sizes = [10, 4_000_000, 0, 300_000]
 
     def ahead(group: MeshGroup) -> None:
@@ -159,7 +161,7 @@ def test_bytes_travel_while_both_compute() -> None:
 def lose(group: MeshGroup, act: Callable[[], object]) -> PeerLost:
     with pytest.raises(PeerLost) as caught:
         act()
-    with pytest.raises(PeerLost):  # Every later one fails, too.
+    with pytest.raises(PeerLost):  # Every later exchange fails, too.
         group.exchange(
             {
                 peer: torch.empty(0, dtype=torch.uint8)
@@ -186,7 +188,7 @@ def test_a_payload_too_large_fails_the_generation_and_harms_nothing(sizes: tuple
 
 
 def test_abort_ends_what_is_under_way_on_all_ranks() -> None:
-    """Abort while rank 2 never posts and the others wait for it, their large payloads exchanged."""
+    """Abort once ranks 0 and 1 have exchanged large payloads and wait for rank 2, which never posts."""
     with mesh_threads(3, deadline_s=NEVER_S) as groups:
 
         def abort() -> None:
@@ -212,7 +214,7 @@ def test_abort_ends_what_is_under_way_on_all_ranks() -> None:
 
 
 def test_frames_of_an_older_generation_are_never_mistaken_for_newer_ones() -> None:
-    """Abort rank 0 in the middle of a large frame, and reuse that memory."""
+    """Abort rank 0 in the middle of a large frame, and reuse the frame's memory."""
     with mesh_threads(2) as groups:
         for formation in range(2, 6):
             data = pattern(0, 1, formation, 12_000_000)
@@ -270,7 +272,7 @@ def test_a_silent_peer_is_named_at_the_deadline() -> None:
     with mesh_threads(3) as groups:
         exchanges = []
         for group in groups[:2]:
-            group.deadline_s = SHORT_S  # They have formed.
+            group.deadline_s = SHORT_S  # Forming is done.
             peers = [rank for rank in range(3) if rank != group.rank]
             exchanges.append(group.exchange({peer: torch.zeros(10).byte() for peer in peers}))
         wait_until(
@@ -287,7 +289,9 @@ def test_a_silent_peer_is_named_at_the_deadline() -> None:
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_forming_names_who_is_not_reached(absent: int) -> None:
-    """Form without a dead peer: if it should connect, the deadline names it; else its port refuses."""
+    """Form with a dead peer as a member. If it should connect, the error at the deadline names it;
+    otherwise its port refuses the connection.
+    """
     with mesh_threads(3) as groups:
         members = [member(group) for group in groups]
         groups[absent].close()
@@ -519,7 +523,7 @@ def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -
 
 
 def test_between_hosts_the_peers_challenge_may_be_here_before_ours_has_left() -> None:
-    """Check that our challenge carries no tag then either; some formings failed that way."""
+    """Check that even then our challenge carries no tag: with one, some formations failed."""
     ours, theirs = socket.socketpair()
     nonce = os.urandom(NONCE_BYTES)
     with (

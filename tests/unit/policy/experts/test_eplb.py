@@ -38,7 +38,7 @@ def test_more_slots_than_experts_leaves_none_empty() -> None:
 
 
 def test_slots_do_not_pass_through_the_loads_own_type() -> None:
-    """Use the published decode size: bfloat16 cannot represent slots from 257 on."""
+    """Use the published decode size: bfloat16 cannot represent odd slot numbers from 257 on."""
     loads = torch.rand(1, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     for ours, wider in zip(
         rebalance_experts(loads, 288, 8, 18, 144),
