@@ -309,7 +309,7 @@ def test_what_callers_can_get_wrong_is_said() -> None:
     comm.dispatch(tokens.x_TD, tokens.ids_TK, 0)
     with pytest.raises(InvariantError, match="live"):
         comm.dispatch(tokens.x_TD, tokens.ids_TK, 0)
-    comm.install(placement)  # A new formation voids them.
+    comm.install(placement)  # A new formation voids live handles.
     comm.dispatch(tokens.x_TD, tokens.ids_TK, 0)
     with pytest.raises(ValueError, match="no mode"):
         make(None, "fp8", "fast", placement)

@@ -220,7 +220,7 @@ def test_bytes_round_trip(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parts_follow_a_split(seed: int) -> None:
-    """Check that turns follow the split: within one part over all turns, and nearly in each half."""
+    """Check that a replica's share of turns is within 1/SPLIT_PARTS of its split, and evenly spread."""
     rng = np.random.default_rng(seed)
     even = spread(2, 16, 4, 8)
     slots = even.slot_to_expert_LRS[1]
@@ -236,7 +236,7 @@ def test_parts_follow_a_split(seed: int) -> None:
         for slot in np.flatnonzero(slots.reshape(-1) == expert):
             share = np.count_nonzero(turns == slot) / len(turns)
             assert abs(share - split.reshape(-1)[slot]) <= 1 / SPLIT_PARTS, (seed, expert)
-            # Any half of the turns nearly follows the split already.
+            # The first half of the turns nearly follows the split already.
             half = np.count_nonzero(turns[: len(turns) // 2] == slot)
             assert abs(half - np.count_nonzero(turns == slot) / 2) <= 1, (seed, expert)
     # The neighbouring layer keeps its even turns.

@@ -161,7 +161,7 @@ def test_setup_tells_what_became_of_the_kernels(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Run the setup: a slow compiler fails it, which may be repeated; a missing one does not."""
+    """Run the setup: it fails if the compiler takes too long, but not if there is none or it fails."""
     is_there = " " in compiler
     made = (
         script(tmp_path / "cxx", f'[ "$1" = --version ] && exit 0; {compiler}')

@@ -25,7 +25,7 @@ def chain_of(*texts: object) -> bytes:
 
 
 def cached(blocks: BlockAllocator, chain: bytes) -> tuple[int, ...]:
-    """Let a request compute the chain and release it: its blocks stay cached."""
+    """Let a request compute the chain and release it; return its blocks, which stay cached."""
     held = blocks.allocate(num_names(chain), "computing")
     assert held is not None
     blocks.name(held, chain, 0)

@@ -305,9 +305,10 @@ def test_requests_that_rest_draw_the_same_and_keep_their_drafts(
         unit = Unit(tiny, 3)
         requests = serve(unit, seed, drafts, preempted=preempted, rested=0.4)
         assert_same(requests, expected)
-    # A request rested when others' drafts were made; a plan that makes none checks its drafts.
+    # A resting request keeps its drafts; the next plan that computes it checks them, even if that plan
+    # makes no drafts.
     unit = Unit(tiny, 3)
-    texts = random.Random(0)  # Requests with capacity for drafts that do not end at once.
+    texts = random.Random(0)  # Long enough, with room for drafts.
     joins = tuple(prefill(unit, Request(slot, texts), slot, random.Random(1)) for slot in range(2))
     unit.run(DecodePlan(0, (), joins, (), num_drafts=2))
     drafter = unit.runner._decode._drafter

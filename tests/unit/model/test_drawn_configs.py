@@ -37,7 +37,7 @@ from tests.levels import FULL, MORE
 NUM_CASES = 5000 if FULL else 500 if MORE else 60
 """Number of cases; about 50 ms each on an idle core."""
 NUM_TRIES = 30
-"""Cases with a key that are tried; one of them must fail if the key is ignored."""
+"""Number of cases with a key that are tried: at least one must fail if the key is ignored."""
 NUM_DRAWS = 2000
 OTHERS = pytest.mark.more("one family's keys, and those of objects, stay in `make test`")
 

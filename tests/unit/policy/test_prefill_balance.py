@@ -116,7 +116,7 @@ def test_a_step_keeps_every_limit_and_the_order(
 def test_only_the_first_that_fits_nowhere_stops_starts(
     views: list[PrefillQueueView], waiting: list[PromptView], of: StepRates
 ) -> None:
-    """Check that no idle rank with blocks and starts stays without a prompt while one is queued."""
+    """Check that every idle rank with enough free blocks and a free start gets a prompt while any waits."""
     step = plan_step(views, waiting, of, LIMITS)
     num_started = sum(len(cut.starts) for cut in step.ranks)
     if num_started < len(waiting):

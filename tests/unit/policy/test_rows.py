@@ -26,7 +26,7 @@ MID = (0.0019, 0.0005)
 GPU = (0.03, 0.00002)
 LINES = (TINY, MID, GPU)
 BATCH = 100
-"""Lowest number of a tenant of batches."""
+"""Tenants with this number or a higher one run batches."""
 
 
 @dataclass

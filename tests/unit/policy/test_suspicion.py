@@ -30,7 +30,7 @@ TIMEOUT_S = 1.5
         (1.6, 0.2, False),
         (10.0, 0.8, True),
         (10.0, 0.9, False),
-        (10.0, 7.0, False),  # Many threads wait at once.
+        (10.0, 7.0, False),  # Waits of many threads add up.
         (MOST * TIMEOUT_S + 0.1, 7.0, True),
     ],
 )

@@ -27,7 +27,7 @@ from tests.unit.comm.groups import DEADLINE_S, KEY, form_all, member, mesh_threa
 from tests.waiting import join, wait_until
 
 SIZES = (0, 0, 1, 23, 1000, 65_511, 65_512, 65_513, 300_000, 2_000_000)
-"""Sizes around the staging area (64 KB less a header), and larger than any socket buffer."""
+"""Sizes around the staging area (64 KiB less a header), and larger than any socket buffer."""
 NEVER_S = 3600.0
 SHORT_S = 0.4
 SEEDS = [1, 2, fresh().randrange(1 << 30)]

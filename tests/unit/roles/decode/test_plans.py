@@ -1,4 +1,4 @@
-"""Test plans by rank: a unit's slots become each rank's own, and how even the ranks are."""
+"""Test plans by rank: slot numbers of the unit become those of each rank. Also the balance of a step."""
 
 from __future__ import annotations
 

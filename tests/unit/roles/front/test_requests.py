@@ -70,7 +70,7 @@ def test_next_is_one_of_the_tenant_that_units_work_least_for() -> None:
 
 
 def test_an_answer_counts_as_service_too() -> None:
-    """The tenant that already got an answer waits for the other one, though their prompts are equal."""
+    """The tenant with more output tokens waits for the other one, though their prompts are equal."""
     membership = FrontRequests()
     for tenant in "ab":
         of_tenant(membership, f"{tenant}0", tenant, 0.0)

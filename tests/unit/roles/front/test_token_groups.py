@@ -65,8 +65,8 @@ def decoding(
 
 
 Story = list[tuple[int, int, bool, bool]]
-"""Drawn rows: (request, its index's distance from the next one, whether the request ends there,
-whether log-probabilities are included). Request 0 is unknown to the front.
+"""Rows of tokens: (request, the row's index less the index that is due, whether the request ends
+there, whether log-probabilities are included). Request 0 is unknown to the front.
 """
 
 

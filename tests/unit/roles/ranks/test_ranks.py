@@ -52,7 +52,7 @@ class InnerLeader:
 
 
 class Driver:
-    """Leader of three ranks with its inner leader. With `terms`, experts are balanced."""
+    """Leader of many ranks with its inner leader. With `terms`, experts are balanced."""
 
     def __init__(self, num_ranks: int = 3, terms: ExpertTerms | None = None) -> None:
         self.inner = InnerLeader()

@@ -97,7 +97,7 @@ def test_parts_are_about_equal() -> None:
 
 
 def test_micro_batches_are_equal_with_what_experts_do_for_them() -> None:
-    """Pairs cost as much as tokens here, and experts more than the rest of a token's work."""
+    """Pairs cost about as much as tokens here, and experts more than the rest of a token's work."""
     scheduler = StepScheduler(4, num_layers=8, num_moe_layers=8)
     for step in range(60):
         tokens, pairs = 32 << step % 3, 4000 << step % 5
