@@ -28,8 +28,8 @@ def waits_of(rank: int = 0) -> HostWaits:
         ({1: 7.0, 2: 2.0, 3: 2.0, 4: 5.0}, {}),
         ({1: 1.0, 2: 0.2, 3: 0.3, 4: 0.9}, {}),  # All arrived before the wait began.
         ({1: 1.0, 2: 0.2, 3: 0.3, 4: 1.5}, {"c": 0.5}),
-        ({1: 1.0, 2: 2.0, 3: 2.0}, {"c": 6.0}),  # It never arrived.
-        ({1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0}, {}),  # Each may be late because of the other.
+        ({1: 1.0, 2: 2.0, 3: 2.0}, {"c": 6.0}),  # Rank 4 never arrived.
+        ({1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0}, {}),  # Either host may be late because of the other.
     ],
 )
 def test_a_host_is_waited_for_alone(

@@ -137,7 +137,7 @@ def check_without(before: Placement, lost: list[int]) -> Placement:
             # A survivor's replicas keep their slots, so none of them is read again.
             kept = held(before, layer, rank)
             assert mine[: len(kept)] == kept
-            # It took over no expert that another survivor still has.
+            # The rank took over no expert that another survivor still has.
             others = {
                 e
                 for r in range(before.num_ranks)

@@ -356,7 +356,7 @@ def test_a_failed_request_fails_alone(tiny: ModelWeights) -> None:
             done = unit.runner.execute(plan)
             assert isinstance(done, StepDone)
             assert done.error is None
-            # It has no token left to draw, and is not computed again.
+            # The bad request has no token left to draw, and is not computed again.
             assert done.failed.keys() == ({1} if has_bad and step == 1 else set())
             pairs = zip(done.keys, done.tokens, strict=True)
             tokens += [token for slot, token in pairs if slot == 0]

@@ -212,7 +212,7 @@ def test_a_plan_to_preempt_lets_in_what_fits_now() -> None:
     view.num_blocks_worst[0] = 95
     assert place(view, [ask(5, 20)], preempts=False) == []
     assert place(view, [ask(5, 20)], preempts=True) == [0]
-    assert place(view, [ask(5, 101)], preempts=True) == []  # It does not fit even alone.
+    assert place(view, [ask(5, 101)], preempts=True) == []  # Too large even for an empty rank.
 
 
 def test_no_ranks_and_no_arrivals() -> None:
@@ -257,8 +257,8 @@ def test_both_shares_stay_even_under_a_stream(seed: int) -> None:
 def test_by_counts_the_fewest_requests_win_and_the_lowest_rank_of_equals() -> None:
     ranks = unit((90, 1), (10, 2), (0, 1))
     assert place_by_counts(ranks, [ask(1)] * 4, preempts=False) == [0, 2, 0, 1]
-    assert place_by_counts(ranks, [ask(20)], preempts=False) == [2]  # It does not fit on rank 0.
-    assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # None is overtaken.
+    assert place_by_counts(ranks, [ask(20)], preempts=False) == [2]  # Rank 0 is too full.
+    assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # No overtaking.
     assert place_by_counts(unit((0, 8), (0, 8)), [ask(1)], preempts=True) == []
     found = place_by_counts(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], preempts=True)
     assert found == [4]
@@ -267,7 +267,7 @@ def test_by_counts_the_fewest_requests_win_and_the_lowest_rank_of_equals() -> No
 def test_in_turn_ranks_follow_each_other_whatever_they_hold() -> None:
     ranks = unit((90, 1), (10, 2), (0, 1))
     assert place_in_turn(ranks, [ask(1)] * 5, turn=7, preempts=False) == [1, 2, 0, 1, 2]
-    # It does not fit on the first rank.
+    # The first request does not fit on rank 0.
     assert place_in_turn(ranks, [ask(20), ask(1)], turn=0, preempts=False) == [1, 2]
     # No request is overtaken.
     assert place_in_turn(ranks, [ask(101), ask(1)], turn=0, preempts=False) == []

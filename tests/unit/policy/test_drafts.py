@@ -132,7 +132,7 @@ def test_what_was_tried_and_right_is_counted_by_place() -> None:
 def test_a_trial_is_judged_by_its_own_drafts_however_many_steps_are_under_way() -> None:
     """Report steps three plans late: accepted drafts of the current number do not count for one more."""
     chooser, under_way = DraftChooser(2), [0, 0, 0]
-    for _ in range(60):  # One draft always pays and is right; a second never is.
+    for _ in range(60):  # A first draft is always right and pays; a second never is.
         under_way.append(chooser.choose(1))
         checked, made = under_way[-4], under_way[-3]
         seconds = (1.0, 1.1, 1.9)[checked]

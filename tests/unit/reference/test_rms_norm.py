@@ -20,7 +20,7 @@ def test_formula() -> None:
 
 
 def test_half_precision_is_summed_in_fp32() -> None:
-    x = torch.full((1, 4096), 300.0, dtype=torch.float16)  # Its squares overflow FP16.
+    x = torch.full((1, 4096), 300.0, dtype=torch.float16)  # The squares overflow FP16.
     out = rms_norm(x, torch.ones(4096, dtype=torch.float16), 1e-6)
     assert out.dtype == torch.float16
     assert torch.allclose(out, torch.ones_like(out))

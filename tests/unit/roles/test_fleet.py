@@ -173,7 +173,7 @@ def test_it_drains_what_is_not_needed_and_stops_it_when_it_is_empty() -> None:
     driver = Driver().grown()
     driver.held = {"decode-0": 3, "decode-1": 1, "decode-2": 2, "prefill-2": 1}
     drain = driver.drained()
-    assert (drain.unit, drain.timeout_s) == ("decode-1", DRAIN_S)  # It has the fewest requests.
+    assert (drain.unit, drain.timeout_s) == ("decode-1", DRAIN_S)  # decode-1 has the fewest.
     assert stops(driver.goes_on(3000.0, 1500.0, 3)) == []
     del driver.held["decode-1"]
     assert stops(driver.goes_on(3000.0, 1500.0)) == ["decode-1"]

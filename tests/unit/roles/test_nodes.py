@@ -473,7 +473,7 @@ class Agent:
     def step(self, now_s: float) -> None:
         if self.term < self.world.term and not self.is_cut and now_s >= self.hears_s:
             self.term = self.world.term
-            self.inbox.clear()  # These are orders of earlier supervisors.
+            self.inbox.clear()  # Drop orders of earlier supervisors.
             self.outbox.clear()
             self.spoke_s = -math.inf
         while self.is_here and not self.is_cut and self.inbox and self.inbox[0][0] <= now_s:
@@ -512,7 +512,7 @@ class Agent:
     def leave(self) -> None:
         self.is_here = False
         self.running.clear()
-        if self.is_cut:  # Its queued messages are lost.
+        if self.is_cut:  # The agent's queued messages are lost.
             self.outbox.clear()
 
     def _obey(self, now_s: float, orders: NodeOrders) -> None:
@@ -565,7 +565,7 @@ class World:
     def join(self, node: int) -> None:
         """Add another agent for a node."""
         boot = f"b{len(self.agents)}"
-        # Its start takes longer than the delivery of the earlier agent's messages.
+        # An agent's start takes longer than the delivery of the earlier agent's messages.
         self.agents.append(Agent(node, boot, self, spoke_s=self.now_s, term=self.term))
 
     def pass_time(self, duration_s: float) -> None:

@@ -185,7 +185,7 @@ def test_a_generation_breaks_off_the_step_that_waits_and_voids_the_next() -> Non
     assert second.error == "formation 0 is over"
     assert formed == Formed(7, None)
     assert harness.compute.num_in_flight == 0
-    harness.compute.submit(plan(2), follows=False)  # It is of the new formation, so it runs.
+    harness.compute.submit(plan(2), follows=False)  # Runs, as it is of the new formation.
     assert runner.started.acquire(timeout=DEADLINE_S)
     runner.abort()
     assert harness.compute.stop(DEADLINE_S)

@@ -63,7 +63,7 @@ def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
         )
         role = Role()
         assert recorded(role, "front", MADE, "run", DEPLOYMENT) is role
-        assert vars(role) == {"is_up": False}  # Its methods are its class's: no wrapper is added.
+        assert vars(role) == {"is_up": False}  # No method of the role is wrapped.
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,7 +75,7 @@ def test_every_call_is_written_at_once(folder: Path) -> None:
     inner = Role()
     role = recorded(inner, "front", MADE, "run", DEPLOYMENT)
     assert role.start(1.0) == [WakeAt(2.0)]
-    assert vars(inner) == {"is_up": True}  # It was called, and is otherwise unchanged.
+    assert vars(inner) == {"is_up": True}  # The role was called, and has no other change.
     assert role.handle(2.0, Tick()) == [WakeAt(3.0)]
     (recording,) = read_recordings(folder)
     assert recording.calls == (Call(1.0, (), (WakeAt(2.0),)), Call(2.0, (Tick(),), (WakeAt(3.0),)))

@@ -321,7 +321,7 @@ def test_who_is_someone_else_is_not_let_in() -> None:
             ) as stranger:
                 stranger.sendall(data)
                 with contextlib.suppress(ConnectionResetError):
-                    while stranger.recv(1 << 12):  # Its challenge, and no more.
+                    while stranger.recv(1 << 12):  # The rank's challenge, and no more.
                         pass
         groups[0].deadline_s = DEADLINE_S
         form_all(groups, 3)

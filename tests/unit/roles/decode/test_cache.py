@@ -196,7 +196,7 @@ def test_what_is_on_disk_or_under_way_is_not_written_again() -> None:
     drive = Drive(leader())
     drive.feed(DiskNews(names[2], (DiskLocation(3, 3),)))
     drive.occupant(message)
-    drive.occupant(request("b", 100))  # It joins two plans later and draws the same text.
+    drive.occupant(request("b", 100))  # "b" joins two plans later and draws the same text.
     drive.unit.slots.cache.stores._num_writing_max = 1
     drive.run(30)
     assert [store.names for store in drive.stores] == [names[1]]

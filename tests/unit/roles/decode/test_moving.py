@@ -99,7 +99,7 @@ def test_a_copy_that_takes_long_is_called_off_in_time() -> None:
     assert unit.leader.slots.moving.stalls == {STALL_STEPS_MAX: 1}
     assert [rank for rank, _ in unit.joins()] == [0]
     unit.step()
-    unit.feed(KvPulled(name, 0, None))  # Its result is no longer needed.
+    unit.feed(KvPulled(name, 0, None))  # The copy's result is no longer needed.
     assert (unit.slot(name), unit.state(target)) == (source, SlotState.FREE)
     unit.finish(name)
 

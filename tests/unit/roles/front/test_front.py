@@ -697,7 +697,7 @@ def full_of(tenant: str, num_slots: int = 4, num_ahead: int = 1) -> Front:
     made = front(units=False, burst_tokens=100_000)
     made.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 200, 64))
     made.handle(0.0, UnitUp("decode-0", "decode", "d1", 200, num_slots))
-    for name in ("b", "x0"):  # Both tenants were served something.
+    for name in ("b", "x0"):  # Both tenants have been served before.
         made.handle(0.0, of_tenant(name, "y" if name == "b" else tenant))
         made.handle(0.0, first_token(name, finish="length"))
     for number in range(num_slots + num_ahead + 1):

@@ -199,7 +199,7 @@ def test_no_order_of_requests_charges_and_new_starts_exceeds_a_budget() -> None:
                 unsaid.append(charge)
             elif what < 0.9:
                 tenants = begin()
-                for name, most in running.items():  # They continue under the new front.
+                for name, most in running.items():  # Requests continue under the new front.
                     tenants.begin(now_s, name, "t", 1, most)
                 events = [lambda t=tenants, c=c: t.charged(now_s, c) for c in unsaid]  # noqa: B023
                 kept = dict(ledger)

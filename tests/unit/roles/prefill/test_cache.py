@@ -352,7 +352,7 @@ def test_what_cannot_be_written_is_counted_and_nobody_waits_for_it() -> None:
 
 
 def test_a_block_whose_room_was_needed_before_its_turn_is_skipped() -> None:
-    unit = leader(num_blocks=10)  # One block at a time.
+    unit = leader(num_blocks=10)  # One block is written at a time.
     unit.handle(0.0, Prefill(asked("a", 500)))
     (store,) = of(finish(unit, 0), StoreBlocks)
     unit.handle(0.2, Release("a", 0))
@@ -529,7 +529,7 @@ def run_other(unit: PrefillLeader, name: str, num_tokens: int, step_id: int) -> 
 @pytest.mark.promise("enough free or evictable blocks, beside the next prompt's?")
 def test_without_room_nothing_is_copied_and_no_prompt_waits_for_it() -> None:
     unit = answered(num_blocks=8)
-    unit.handle(0.25, Prefill(asked("x", 250, salt=b"bob")))  # It takes four of seven blocks.
+    unit.handle(0.25, Prefill(asked("x", 250, salt=b"bob")))  # "x" takes 4 of 7 blocks.
     assert copying(unit, filled(3, 2)) == []
     assert unit.blocks.num_named == 3
     unit.handle(0.3, done(1, {0: 7}))

@@ -76,7 +76,7 @@ def test_reads_of_a_rank_are_one_behind_the_other() -> None:
     meter.observe(0.0, 2, 0.5)
     meter.observe(2.0, 2, 1.0)
     assert membership.meter.rates(2.0) == meter.rates(2.0)
-    membership.end(2.5, 1, 2)  # It took 0.5 s: before, it waited for the first.
+    membership.end(2.5, 1, 2)  # Took 0.5 s: until 2.0 s it waited for the first.
     two.is_loading = False
     meter.observe(2.5, 2, 0.5)
     assert membership.meter.rates(2.5) == meter.rates(2.5)

@@ -195,7 +195,7 @@ def test_a_lease_ends_at_its_deadline() -> None:
 
 def test_a_prompt_waits_for_blocks_and_nobody_overtakes() -> None:
     unit = prefill_leader(num_blocks=4, chunk_tokens=512)
-    unit.handle(0.0, prefill("a", 150))  # All three blocks.
+    unit.handle(0.0, prefill("a", 150))  # "a" takes all three blocks.
     assert prefill_plans(unit.handle(0.0, prefill("b", 70))) == []
     assert prefill_plans(unit.handle(0.0, prefill("c", 1))) == []
     unit.handle(0.1, done(0, {0: 1}))

@@ -106,7 +106,7 @@ def test_in_turn_a_prompt_is_its_ranks_however_much_that_has_to_do() -> None:
 def test_a_lost_rank_gives_back_its_prompts_and_leases_and_survivors_plan_again() -> None:
     unit = up(leader(request_balance="off"))
     unit.handle(0.0, prefill("a", 30))
-    unit.handle(0.0, prefill("b", 150))  # It runs on rank 1.
+    unit.handle(0.0, prefill("b", 150))  # "b" runs on rank 1.
     unit.handle(0.0, prefill("c", 200))
     unit.handle(0.1, done(0, {0: 3}))  # A lease on rank 0 now; c starts there.
     effects = unit.handle(0.2, RankReset((0,), (), ("", "p1"), 2))
@@ -191,7 +191,7 @@ def test_a_step_keeps_blocks_starts_and_tokens() -> None:
     assert [prompt.number for prompt, _, _ in step.starts] == list(range(len(step.starts)))
     assert all(0 < sum(part.end - part.start for part in parts) <= 64 for parts in step.parts)
     assert all(part.end > part.start for parts in step.parts for part in parts)
-    held = started_on(pools, 1, "held", 200, 200)  # It takes all of rank 1's blocks.
+    held = started_on(pools, 1, "held", 200, 200)  # All of rank 1's blocks.
     step = pack([held], waiting_of(100, 100, 100), pools, PackRules(64, 2), RATES)
     assert {rank for _, rank, _ in step.starts} == {0, 2}
 
@@ -281,7 +281,7 @@ def test_balance_is_in_load_and_exact_in_a_trace() -> None:
     first, second = plans_of(effects)[0]
     load = sent(effects, UnitReport)[-1]
     assert (len(first.chunks), len(second.chunks)) == (1, 0)
-    assert load.balance == {ATTENTION: 0.5, TOKENS: 0.5, TIME: 0.5}  # One of two ranks works.
+    assert load.balance == {ATTENTION: 0.5, TOKENS: 0.5, TIME: 0.5}  # Rank 1 is idle.
     assert (load.token_s, load.pair_s) == (0.0, 0.0)
     effects = unit.handle(0.1, done(0))
     (trace,) = sent(effects, Trace)

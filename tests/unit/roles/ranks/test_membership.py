@@ -340,7 +340,7 @@ def test_the_dead_do_not_come_back() -> None:
     driver.take()
     driver.membership.rank_up(5.1, up(2))  # The message was under way.
     assert driver.membership.phase is UnitPhase.RUNNING
-    driver.membership.rank_up(9.0, up(2))  # It is alive after all, and must be replaced to return.
+    driver.membership.rank_up(9.0, up(2))  # The rank lives: it must be replaced.
     assert driver.take() == ({}, ["decode-0.2"])
 
 
@@ -514,7 +514,7 @@ def test_a_host_that_rests_is_left_out_until_it_has_rested() -> None:
     driver.answer()
     while driver.now_s < 32.0:
         driver.pass_s(1.0, 0, 1)
-        for rank in (2, 3):  # They report that they are ready until a formation includes them.
+        for rank in (2, 3):  # A new rank reports until a formation includes it.
             driver.membership.rank_up(driver.now_s, up(rank, f"later{rank}", "b"))
         is_rested = driver.now_s >= 30.0
         expected = UnitPhase.DRAINING if is_rested else UnitPhase.RUNNING

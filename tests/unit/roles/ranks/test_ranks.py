@@ -220,8 +220,8 @@ def test_pulls_and_freed_blocks_go_to_their_rank() -> None:
         Send("decode-0.1", RankDo(Pull("a", 0, LEASE, (4, 5), rank=1))),
     ]
     pulled = KvPulled("a", 0, None)
-    driver.handle(RankAnswered(2, "e2", pulled))  # It was not asked for this pull.
-    driver.handle(RankAnswered(1, "e0", pulled))  # This process was not asked.
+    driver.handle(RankAnswered(2, "e2", pulled))  # Rank 2 was not asked for this pull.
+    driver.handle(RankAnswered(1, "e0", pulled))  # Another process of rank 1 was asked.
     assert driver.heard(KvPulled) == []
     driver.handle(RankAnswered(1, "e1", pulled))
     driver.handle(RankAnswered(1, "e1", pulled))

@@ -30,9 +30,9 @@ def asked() -> Driver:
 
 def test_the_inner_leader_hears_of_each_once_from_the_rank_that_was_asked() -> None:
     driver, loaded, stored = asked(), BlocksRead(4, 2), BlocksStored(4, PLACES)
-    driver.handle(RankAnswered(2, "e2", loaded))  # It was not asked for this read.
-    driver.handle(RankAnswered(1, "e0", loaded))  # This process was not asked.
-    driver.handle(RankAnswered(1, "e1", stored))  # It was asked for read 4, not for write 4.
+    driver.handle(RankAnswered(2, "e2", loaded))  # Rank 2 was not asked for this read.
+    driver.handle(RankAnswered(1, "e0", loaded))  # Another process of rank 1 was asked.
+    driver.handle(RankAnswered(1, "e1", stored))  # Rank 1 was asked for read 4, not for write 4.
     assert driver.inner.heard == []
     for _ in range(2):
         driver.handle(RankAnswered(2, "e2", stored))

@@ -59,7 +59,7 @@ def test_a_line_is_known_once_steps_differ_and_follows_what_came_lately() -> Non
 def test_a_line_begins_where_a_single_request_was_seen() -> None:
     """Test steps that grow much with the second request and little with the twelfth, as on a CPU."""
     meter = LineMeter(memory=32.0)
-    for seconds in (0.001, 0.001, 0.050, 0.001):  # One was delayed.
+    for seconds in (0.001, 0.001, 0.050, 0.001):  # One step was delayed.
         meter.add(1, seconds)
     assert meter.line == (0.0, 0.0), "nothing is known of more than one"
     for num in (11, 12, 13) * 20:

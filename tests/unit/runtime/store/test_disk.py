@@ -106,7 +106,7 @@ def test_a_successor_adopts_what_is_there_and_evicts_only_when_it_is_full(tmp_pa
         assert two.load(names, locations, INTO).num_loaded == 10
         assert np.array_equal(two.pool[21:31], wanted)
         again = two.save(names + new_names(1), (*TEN, 11))
-        assert again.locations[:10] == locations  # They are not written again.
+        assert again.locations[:10] == locations  # The ten blocks are not written again.
         assert again.dropped == b""
 
 

@@ -68,7 +68,7 @@ def test_a_dead_writers_segment_that_cannot_be_read_costs_only_itself(
         again = one.save(b"".join(kept), tuple(range(1, len(kept) + 1)))
         assert set(again.locations) <= set(
             locations
-        )  # They were found in place, and not written again.
+        )  # The blocks were found in place, and not written again.
 
 
 def test_a_slot_that_was_damaged_is_believed_again_after_a_restart(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_slot_that_was_damaged_is_believed_again_after_a_restart(tmp_path: Pat
     with host(tmp_path) as one:
         assert one.save(other, (4,)).locations == (
             location,
-        )  # It was reported as durable, so it must be there.
+        )  # The block was reported as durable, so it must be there.
     view = DiskView(tmp_path, "model", lambda: None)
     try:
         added = b"".join(news.added for news in wait_until(view.take, "the view has looked"))
@@ -134,7 +134,7 @@ def test_what_a_dead_sibling_left_is_found_at_the_moment_its_segment_is_taken_up
 ) -> None:
     names, ten = new_names(10), tuple(range(1, 11))
     with host(tmp_path) as one:
-        assert one.save(new_names(0), ()).error is None  # Its first save found no segment to adopt.
+        assert one.save(new_names(0), ()).error is None  # No segment to adopt yet.
         with host(tmp_path) as sibling:
             locations = sibling.save(names, ten).locations
         assert one.save(names, ten).locations == locations

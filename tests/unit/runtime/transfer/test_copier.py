@@ -99,7 +99,7 @@ def test_a_pull_never_overtakes_an_earlier_one_of_its_request() -> None:
     copier = copier_of(wire)
     copier.submit(pull("a", FAR, 1))
     copier.submit(pull("a", f"{FAR}2", 2))
-    copier.submit(pull("a", NEAR, 3))  # It is small and near, but must wait.
+    copier.submit(pull("a", NEAR, 3))  # Small and near, but behind its request's others.
     copier.submit(pull("b", f"{FAR}2", 4))
     wait_until(lambda: wire.log == [(f"{FAR}2", 4)], "the pulls are done")
     wire.held[FAR].set()

@@ -213,7 +213,7 @@ def test_a_frozen_owner_that_goes_on_is_pulled_from_again(
 def test_a_killed_puller_leaves_nothing_at_the_owner(handover: str) -> None:
     with Peer("owner", RUN, handover, "127.0.0.1", NUM_BLOCKS) as owner:
         with Peer("puller", RUN, handover, owner.address, NUM_BLOCKS) as puller:
-            assert '"' + handover + '"' in puller.address  # Its first line: a pull is over.
+            assert '"' + handover + '"' in puller.address  # It printed a line: a pull is over.
             num_threads = int(owner.ask("threads"))
             assert owner.ask("connections") == "1"
             puller.process.kill()

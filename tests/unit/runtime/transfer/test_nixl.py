@@ -64,7 +64,7 @@ def test_reads_that_never_end_cost_a_buffer_each_and_in_the_end_nixl(
                 assert "silent" in (wire.pull(lease_of(owner.address, *IDS), IDS) or "")
             pool.cache[:] = bytes([7]) * len(pool.cache)
             owner.process.send_signal(signal.SIGCONT)
-            assert owner.ask("connections")  # It goes on.
+            assert owner.ask("connections")  # The owner runs again.
             assert (pool.blocks == 7).all()
         assert wire.pull(lease_of(owner.address, *IDS), IDS) is None
         assert all(is_written(pool, i, i, 0) for i in IDS)

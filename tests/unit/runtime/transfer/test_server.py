@@ -77,7 +77,7 @@ def answer_to(server: KvServer, data: bytes) -> bytes:
             connection.shutdown(socket.SHUT_WR)
             while more := connection.recv(1 << 16):
                 found += more
-        except OSError as error:  # It closed with unread data, before or after all was sent.
+        except OSError as error:  # The server closed with unread data, maybe before all was sent.
             if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
                 raise
         return found
@@ -159,7 +159,7 @@ def test_strangers_that_say_nothing_take_nobodys_place(server: KvServer) -> None
         socket.create_connection(("127.0.0.1", server.peers.port), timeout=DEADLINE_S)
         for _ in range(3 * MAX_UNPROVEN)
     ]
-    connect(server)[0].close()  # None of them has been silent for too long.
+    connect(server)[0].close()  # No idle connection has been silent for too long.
     wait_until(lambda: server.peers.refusals.num_refused > 0, "the oldest are counted")
     for connection in idle:
         connection.close()

@@ -128,7 +128,7 @@ def test_the_plan_of_a_new_generation_voids_as_well_and_an_old_form_does_not(ran
 
 
 def test_a_result_that_came_too_late_is_none(rank: Rank) -> None:
-    rank.stager.submit(rank.plan(0, experts=0))  # Nothing is fetched, so nothing interrupts it.
+    rank.stager.submit(rank.plan(0, experts=0))  # Only a fetch could interrupt the stage.
     wait_until(lambda: rank.store.begun == [0], "it has begun")
     rank.stager.void(2)
     rank.store.go.set()

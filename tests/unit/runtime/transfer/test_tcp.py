@@ -103,7 +103,7 @@ def _pass_on(source: socket.socket, target: socket.socket, spoil: Spoil) -> None
 
 
 def _shut(end: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # It may be shut down already.
+    with contextlib.suppress(OSError):  # The end may be shut down already.
         end.shutdown(socket.SHUT_RDWR)
 
 
