@@ -56,11 +56,11 @@ def test_bytes_of_a_step() -> None:
 
 @pytest.mark.parametrize("hidden", [1024, V3])
 def test_low_precision_saves(hidden: int) -> None:
-    """Add both directions: FP8 out and BF16 back, against FP32.
+    """Add the bytes of both directions, FP8 out and BF16 back, as a share of FP32's.
 
-    In low-latency mode they are at most 40 %. So they are in normal mode if a token has few experts
-    on one rank (EP32). In narrower units a token travels once for several rows back, so BF16 weighs
-    more (EP4: 42 %). Against plain all-to-all (FP32, a copy per pair) they are always below 40 %.
+    The share is at most 40 % in low-latency mode, and in normal mode if a token has few experts on
+    one rank (EP32 and wider). In narrower units a token travels once for several rows back, so BF16
+    weighs more (EP4: 42 %). Of plain all-to-all (FP32, a copy per pair) it is always at most 40 %.
     """
 
     def share(mode: str, num_ranks: int, top_k: int, plain_mode: str) -> float:

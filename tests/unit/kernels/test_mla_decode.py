@@ -105,7 +105,7 @@ def test_selected_positions_equal_the_twin(heads: int, c: int, r: int, num_selec
 
 @pytest.mark.parametrize("num_selected", SELECTED)
 def test_selected_positions_are_as_if_they_were_all_there_is(num_selected: int) -> None:
-    """Compare bits: a row that sees only its selected entries, in a cache of their own."""
+    """Compare bits with rows that see all entries of a cache that has only the selected ones."""
     kv, q = paged(2, 40 + 6 + 9, LENGTHS), queries(len(LENGTHS), 7, 40, 6)
     selected_BK = selections(num_selected)
     lengths = [min(length, num_selected) for length in LENGTHS]

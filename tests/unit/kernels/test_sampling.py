@@ -37,7 +37,7 @@ NUM_ROWS = 16
 
 
 def table_of(rng: np.random.Generator, vocabulary: int, num_slots: int = NUM_ROWS) -> SlotTable:
-    """Draw slots with random sampling parameters, many at once."""
+    """Draw slots, each with many random sampling parameters at once."""
     slots_S = np.zeros(num_slots, SLOT)
     for name, values in CHOICES.items():
         slots_S[name] = rng.choice(values, num_slots)

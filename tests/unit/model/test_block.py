@@ -62,8 +62,8 @@ def test_overlapped_is_sequential_to_the_bit(
 def test_widths_and_placements_change_no_bit(
     peers: dict[str, Peer], name: str, dispatch_format: str
 ) -> None:
-    """Compare widths bit by bit. Every kernel gives a row the same bits in any batch, so even
-    rounding to FP8 does not make widths differ.
+    """Compare units of different widths (numbers of ranks) bit by bit. Every kernel gives a row the
+    same bits in any batch, so even rounding to FP8 does not make widths differ.
 
     "deep" prefills in multi-head form. There torch's attention depends on where a prompt is cut, so
     no prompt is cut.

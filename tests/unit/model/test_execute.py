@@ -95,7 +95,7 @@ def check_lanes(events: list[TraceEvent], waited_s: float) -> None:
 
 
 def test_nothing_was_sent() -> None:
-    """Count without link seconds: a dense layer, or a rank by itself."""
+    """Execute a step that sends nothing, as on a single rank: exchanges count, but take 0 s."""
     recorder = Recorder(is_traced=True)
     execute(DECODE_FIVE, 1, range(1), lambda micro_batch, layer, op: None, recorder)
     times = {time.op: time for time in recorder.op_times()}

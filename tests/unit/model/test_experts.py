@@ -204,7 +204,7 @@ def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
 
 
 def test_no_step_describes_experts(plain: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Describe experts to kernels at the start and when they are staged, never in a step."""
+    """Check that experts are described to kernels at the start and when staged, never in a step."""
     half = Half(plain)
 
     def experts() -> list[Experts]:

@@ -31,7 +31,7 @@ def sampler_of(num_slots: int) -> Sampler:
 def draw(
     sampler: Sampler, slots: list[int], fed: list[list[int]], seed: int, *, begins: bool = True
 ) -> tuple[list[list[int]], dict[int, str]]:
-    """Return what each slot drew from its rows. `fed`: their input tokens, by slot."""
+    """Return (drawn tokens of each slot, failed slot -> reason). `fed`: input tokens of each slot's rows."""
     slots_B, num_B = np.array(slots), np.array([len(of_slot) for of_slot in fed])
     fed_R = np.array([token for of_slot in fed for token in of_slot])
     logits_RV = torch.randn(len(fed_R), V, generator=torch.Generator().manual_seed(seed))

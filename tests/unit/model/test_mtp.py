@@ -134,7 +134,9 @@ def their_drafts(main: Any, module: Any, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_parity_within_a_block(mtp_peer: tuple[Any, Any, ModelWeights], is_fused: bool) -> None:
-    """Compare in one block: after its end transformers takes a hidden state, ours zeros."""
+    """Compare within a block: for the next block's first position transformers takes a hidden state, and
+    ours takes zeros.
+    """
     main, module, weights = mtp_peer
     tokens = random_tokens(Peer(Path(), main, weights), 64)
     theirs = their_drafts(main, module, tokens)
@@ -211,7 +213,7 @@ def test_fused_and_op_by_op_do_the_same(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_a_block_depends_on_its_own_and_earlier_tokens_alone(is_fused: bool) -> None:
-    """Change hidden states at block ends: entries stay. A cached prefix thus needs no hidden state."""
+    """Change hidden states at block ends: no entry changes, so a cached prefix needs no hidden state."""
     weights = random_weights(odd_config(), seed=4, with_mtp=True)
     tokens, hidden = random_text(weights)
     other = hidden.clone()

@@ -234,7 +234,9 @@ def test_passes_of_a_plan_draw_what_plans_draw_one_after_another(
 
 
 def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:
-    """Return errors as text, also for the plan in flight after it; then the runner works again."""
+    """Check that a failed step and the plan in flight after it return errors as text; then the runner
+    works again.
+    """
     bench = Bench(plain)
     prompt = random_tokens(plain, 30)
     blocks = tuple(bench.take(2))
@@ -362,7 +364,7 @@ def staged(peer: Peer, num_blocks: int) -> tuple[ModelRunner, Tensor]:
 
 
 def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
-    """Publish each prefilled chunk; a join fetches pulled blocks; a second join keeps its own."""
+    """Publish each prefilled chunk; a join fetches pulled blocks; a later join keeps the cache's entries."""
 
     def run(runner: ModelRunner, plan: PrefillPlan | DecodePlan) -> StepDone:
         done = runner.execute(plan)

@@ -120,7 +120,7 @@ def test_decode_five_wins_where_attention_is_long_and_experts_short() -> None:
 
 
 def test_brute_force_finds_the_prefill_table() -> None:
-    """Search all variants, 4 layers: 218 against a bound of 212, and none is better."""
+    """Search all variants, 4 layers: 218 ms against a bound of 212 ms, and none is better."""
     best = min(variants(), key=lambda variant: price(variant, [PREFILL_LIKE] * 2, 4).total_s)
     ours = price(PREFILL_DUAL, [PREFILL_LIKE] * 2, 4)
     print(f"best: {best}")
@@ -143,7 +143,7 @@ def test_brute_force_finds_little_beyond_the_decode_table() -> None:
 
 
 def test_deepseek_decode_profile() -> None:
-    """Compare a micro-batch layer: 716 us in the published trace (87.32 ms / 61 / 2), here 709."""
+    """Compare one layer of one micro-batch: 716 us in the published trace (87.32 ms / 61 / 2), here 709."""
     long, short = (price(DECODE_FIVE, [DEEPSEEK_DECODE] * 2, n) for n in (48, 38))
     layer_us = (long.total_s - short.total_s) / 20 * 1e6
     exposed_us = (long.exposed_s - short.exposed_s) / 20 * 1e6

@@ -230,7 +230,7 @@ def test_an_arrival_is_not_larger_than_its_worst_case() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_both_shares_stay_even_under_a_stream(seed: int) -> None:
-    """Serve a stream of requests: wide bounds for every seed; the bench has the figures."""
+    """Serve a stream of requests. Bounds are wide, so that any seed passes; the bench has the figures."""
     print("seed", seed)
     random = Random(seed)
     view = unit(*[(0, 0)] * 16, blocks=100_000, slots=64)

@@ -13,7 +13,7 @@ from hadal.policy.drafts import PROBE_STEPS, DraftChooser
 
 
 class Machine:
-    """Steps with seconds by number of drafts checked, and a coin for each draft."""
+    """Simulated steps: their time depends on the number of drafts, and chance decides which are right."""
 
     def __init__(self, seconds: tuple[float, ...], seed: int, noise: float = 0.05) -> None:
         self.seconds = seconds
@@ -93,7 +93,7 @@ def test_drafts_are_given_up_when_they_become_wrong_and_come_again() -> None:
 @pytest.mark.parametrize("requests", [1, 8, 32])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_fall_is_noticed_within_steps(requests: int, seed: int) -> None:
-    """Make drafts wrong after a while: it costs about ten steps, not the length of the memory."""
+    """Make drafts wrong after a while: at most ten steps' time is lost, not the length of the memory."""
     machine, chooser = Machine((1.0, 1.6, 2.2), seed), DraftChooser(2)
     machine.run(chooser, 600, 0.97, requests)
     machine.time_s = machine.num_tokens = 0.0

@@ -194,7 +194,7 @@ def test_it_grows_before_the_morning() -> None:
 @pytest.mark.promise("shrink to the highest need of the last and next hold_s, plus a margin")
 @pytest.mark.parametrize("need", [4.0, 4.5, 4.98, 5.0, 5.02, 5.5])
 def test_noise_moves_no_nodes_to_and_fro(need: float) -> None:
-    """Run two days of a demand that varies by 5 %: between two sizes it keeps the larger one."""
+    """Run two days of a demand that varies by 5 %: between two sizes the fleet keeps the larger."""
     random = np.random.default_rng(round(need * 100))
     rules = replace(BUNDLES, hold_s=1800.0)
     rates = need * 900.0 * (1.0 + 0.05 * random.standard_normal(2880))

@@ -93,7 +93,7 @@ def lease_of(address: str, *block_ids: int, versions: tuple[int, ...] | None = N
 
 
 class Peer:
-    """Handle of one of these processes."""
+    """Handle of an owner or puller process."""
 
     def __init__(
         self,

@@ -270,7 +270,7 @@ def test_a_unit_runs_until_it_is_not_wanted_and_its_successor_elsewhere_stays_kn
 
 
 def forks_of(agent: Agent) -> set[int]:
-    """Return the pids of fork servers among its children."""
+    """Return the pids of fork servers among the agent's children."""
     children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children").read_text()
     return {
         pid

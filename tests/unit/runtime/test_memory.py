@@ -250,7 +250,7 @@ def test_there_is_room_for_the_experts_of_a_lost_node(v3: ModelConfig) -> None:
 
 
 def test_what_a_rank_serves_with_comes_before_room_for_a_lost_node(v3: ModelConfig) -> None:
-    """One of two nodes has half of the experts: no GPU can hold these too."""
+    """A lost node of two had half of the experts, and no GPU has memory for that half, too."""
     units = UnitsConfig(ranks=16, ranks_per_node=8)
     asked = Deployment(device="cuda", prefill=units, decode=units)
     whole = plan_memory(asked, v3).prefill

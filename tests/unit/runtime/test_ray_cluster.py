@@ -306,7 +306,7 @@ def test_a_run_that_ended_is_not_found(
 def test_a_lender_that_is_started_again_gives_nothing_back_before_it_is_told_to(
     played: PlayedRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nodes of its predecessor are kept until the supervisor sends its first request."""
+    """A restarted node provider keeps its predecessor's nodes until the supervisor's first request."""
     states: list[dict[str, str]] = []
 
     class PlayedWire:

@@ -268,7 +268,7 @@ async def test_what_is_dropped_does_not_hold_up_what_follows_in_an_event_loop(
 async def test_a_wait_is_cancelled_though_a_message_comes_at_that_moment(
     wire: Callable[..., ZmqWire],
 ) -> None:
-    """Otherwise a gateway that ends would run until its supervisor's timeout."""
+    """If the wait went on, a gateway that must end would run until its supervisor's timeout."""
     a, b = wire("a"), wire("b")
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(b.receive_async(LONG_S))

@@ -84,7 +84,7 @@ def published_day() -> Report:
 
 
 def test_the_published_cost_is_an_identity() -> None:
-    """Check 226.75 nodes of 8 GPUs for 24 hours at $2."""
+    """Check that 226.75 nodes of 8 GPUs for 24 hours at $2 per GPU hour cost $87,072."""
     node_us = Fraction(226.75) * DAY_US
     assert to_micro_usd(rent_pico_usd(int(node_us * 8), H800_HOUR_MICRO_USD)) == 87_072 * 10**6
     assert 226.75 * 8 * 24 * 2 == 87_072

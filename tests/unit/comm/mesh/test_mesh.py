@@ -144,7 +144,7 @@ def test_what_comes_too_early_and_too_much_waits_in_the_socket() -> None:
 
 
 def test_bytes_travel_while_both_compute() -> None:
-    """Wait for no exchange: the mesh's own thread moves the bytes and records the interval."""
+    """Check without a call of `wait` that the mesh's own thread moves bytes and records the interval."""
     with mesh_threads(2) as groups:
         exchanges = [
             group.exchange({1 - group.rank: torch.zeros(8 << 20, dtype=torch.uint8)})

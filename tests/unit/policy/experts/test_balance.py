@@ -128,7 +128,7 @@ def test_a_windows_steps_count_by_their_own_maxima() -> None:
 
 
 def test_a_window_chooses_by_its_steps() -> None:
-    """Place two experts that are never busy at once together: only the steps show it, not their sums."""
+    """Place two experts on one rank if no step uses both: loads by step show it, their sums do not."""
     window = np.array([[[9.0, 0, 1, 1]], [[0, 9.0, 1, 1]]])
     cluster = Cluster.even(2, 1, 2)
     by_sums, by_steps = balance(window.sum(axis=0), cluster), balance(window, cluster)

@@ -193,7 +193,7 @@ def test_a_file_that_rots_under_its_writer_is_kept_aside(path: Path) -> None:
 
 
 def test_what_is_kept_outlives_its_file(path: Path) -> None:
-    """The file may be deleted while the database is down."""
+    """No fact is lost if the outbox file is deleted while the database is down."""
     outbox = LedgerOutbox(path)
     outbox.append(facts("a"))
     path.unlink()

@@ -36,7 +36,7 @@ INTO = tuple(range(21, 31))
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a real file system of 1 MiB."""
+    """Mount a real file system of 1 MiB; yield its folder."""
     folder = tmp_path / "small"
     folder.mkdir()
     made = subprocess.run(

@@ -40,7 +40,7 @@ class Leader:
         return self.name_to_location
 
     def sees(self, *names: bytes) -> None:
-        """Wait until it knows these names and no others."""
+        """Wait until the leader has these names and no others."""
         wait_until(lambda: self.look().keys() == set(names), "these are known, and no others")
 
 

@@ -210,7 +210,7 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[Peer]]:
-    """Yield the list of the peer that tests share: starting one takes longer than all tests here."""
+    """Yield a list for the one peer that tests share, as starting it takes longer than all tests here."""
     started: list[Peer] = []
     yield started
     for peer in started:
