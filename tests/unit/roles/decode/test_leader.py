@@ -345,7 +345,7 @@ def test_preemption_delivers_what_is_in_flight_then_gives_back_the_latest() -> N
 def test_drafts_are_chosen_once_for_a_plan_that_waits_for_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trial of a draft count counts its steps, so the count must be chosen once per step."""
+    """A trial of a number of drafts counts its steps, so that number must be chosen once per step."""
     choose, chosen = DraftChooser.choose, []
 
     def counted(self: DraftChooser, num_requests: int) -> int:

@@ -229,7 +229,7 @@ def test_a_flip_waits_for_the_next_plan_and_counts_when_all_did_it() -> None:
 
 @pytest.mark.parametrize("what", ["the step", "the flip", "staging"])
 def test_one_hiccup_does_not_end_balancing(what: str) -> None:
-    """A value measured only when layers move must not stop all later moves."""
+    """One bad measurement of what is measured only while layers move must not stop all later moves."""
     unit = Unit(plain(), [SKEWED])
     plans = unit.run()
     for rank, plan in plans.items():

@@ -44,7 +44,7 @@ def found_in(
 
 
 def waiting_for(slow: str, **options: float) -> list[StepDone]:
-    """Return parts in which all ranks of other hosts wait for this host alone."""
+    """Return all ranks' parts of a step: ranks of other hosts wait for host `slow` alone."""
     return [
         part(rank, **options, alone_s={} if host == slow else {slow: 0.2})  # type: ignore[arg-type]
         for rank, host in HOSTS.items()
