@@ -76,7 +76,7 @@ def test_tokens_of_a_step_go_to_the_front_in_one_message() -> None:
     occupant(unit, "b")
     assert drawn(unit.handle(0.1, done(0, {0: 5}))) == [("a", 1, 5, None)]
     unit.handle(0.2, done(1, {0: 6}))
-    effects = unit.handle(0.3, done(2, {1: 8, 0: 7}))  # In any order.
+    effects = unit.handle(0.3, done(2, {1: 8, 0: 7}))  # Slots in any order.
     assert sorted(drawn(effects)) == [("a", 3, 7, None), ("b", 1, 8, None)]
     assert len(sent(effects, Tokens)) == 1
 

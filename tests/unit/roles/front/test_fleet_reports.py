@@ -186,7 +186,7 @@ def test_demand_says_all_there_is_at_every_beat() -> None:
     first = demand(made, 0.0)
     found = (first.tokens_in, first.tokens_out, first.tokens_waiting, first.outputs_waiting)
     assert found == (0, 0, 0, 0)
-    assert sent(made.handle(0.1, Tick()), Demand) == []  # Not before the next heartbeat.
+    assert sent(made.handle(0.1, Tick()), Demand) == []  # The next report waits for a heartbeat.
     for index in range(2):
         unit = decoding(made, f"r{index}")
     made.handle(0.2, token(made, unit, "r1", "stop"))

@@ -303,7 +303,7 @@ def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
     assert len(forms) == 4
     assert forms["decode-0.2"].members[2].epoch == "new"
     assert forms["decode-0.0"].num_expert_slots == NUM_EXPERTS // 4
-    driver.membership.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # Of the dead process.
+    driver.membership.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # From the dead process.
     driver.answer(2)
     assert driver.membership.phase is UnitPhase.FORMING
 

@@ -94,7 +94,7 @@ def test_prefixes_are_what_a_look_at_every_rank_finds(seed: int) -> None:
     chains = [extend(b"", b"", text, b"salt") for text in texts]
     for _ in range(300):
         rank, num = random_.choice(pools.living), random_.randint(1, 8)
-        blocks = pools[rank].allocate(num, "x")  # Evicts.
+        blocks = pools[rank].allocate(num, "x")  # Evicts cached blocks.
         assert blocks is not None
         if random_.random() < 0.7:
             pools[rank].name(blocks, random_.choice(chains), random_.randint(0, 8 - num))

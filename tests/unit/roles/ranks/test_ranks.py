@@ -237,7 +237,7 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
     driver.done(0, 0)
     effects = driver.handle(UnitDown("decode-0.1", "killed"))
     assert to(effects, RankForm) == ["decode-0.0", "decode-0.2"]
-    driver.handle(RankDone(2, "e2", 1, StepDone(0, (), (), {}, 0.0)))  # Of the formation before.
+    driver.handle(RankDone(2, "e2", 1, StepDone(0, (), (), {}, 0.0)))  # From the formation before.
     driver.handle(RankAnswered(1, "e1", KvPulled("a", 0, None)))
     driver.handle(RankAnswered(2, "e2", KvPulled("b", 0, None)))
     assert to(driver.execute(1), RankStep) == []  # Void: the inner leader will plan the step again.
