@@ -75,7 +75,7 @@ def groups_fit_nodes(role: str, num_nodes: int, num_groups: int, num_redundant: 
 
 
 def moves_experts(units: UnitsConfig) -> bool:
-    """Return whether replicas may move to other ranks while the unit serves. Its ranks then serve
-    their experts to others and stage layers.
+    """Return whether replicas may move to other ranks while the unit serves. Its ranks then send
+    expert weights to other ranks, and load weights for a layer's next placement in the background.
     """
     return units.ranks > 1 and units.expert_balance != OFF

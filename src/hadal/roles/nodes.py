@@ -2,17 +2,17 @@
 state of these.
 
 Two timeouts, on purpose. A node is lost if its agent sends nothing for `timeout_s`: its processes
-count as ended at once, and its units continue without them. The node provider decides whether the
-node is replaced. It may take a minute, because replacing a node ends processes that may be healthy.
+count as ended at once, and its units continue without them. Only the node provider replaces a node,
+and it may wait for a minute before, because replacing a node ends processes that may be healthy.
 
     ABSENT --an agent reports--> UP --silent for timeout_s--> LOST --an agent reports--> UP
     any of them --released--> ABSENT
 
-Processes of an agent that reports for the first time were started by an earlier supervisor, and
+If an agent's first report lists running processes, an earlier supervisor started them, and they
 continue. A node that was only cut off may still run processes that were given up. Every order
 therefore names all processes that the node must run, each with its epoch number: an unnamed process
-ends, and a message of an earlier epoch is ignored (runtime/wire). If a second
-agent reports for a node, it replaces the first, which is ordered to leave.
+is killed, and a message of an earlier epoch is ignored (runtime/wire). If a second agent reports
+for a node, it replaces the first, which is ordered to exit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FarProcess:
     order: ProcessOrder
     news: ProcessNews
     reason: str = ""
-    """Reason for the process's end, if no exit code shows it."""
+    """Reason for the process's end, if the supervisor counts it as ended without an exit code."""
 
     @property
     def code(self) -> int | None:
@@ -201,8 +201,8 @@ class Nodes:
                 self.order(now_s, node, wanted)
 
     def tick(self, now_s: float) -> list[Node]:
-        """Find lost nodes and repeat orders. To be called every PERIOD_S, after all received
-        messages are applied. Return the nodes that were lost just now.
+        """Find lost nodes and repeat orders. To be called at least every PERIOD_S, after all
+        received messages are applied. Return the nodes found lost by this call.
         """
         missed_s = self._absence.called(now_s)
         lost = []
@@ -249,8 +249,8 @@ class Nodes:
         self.nodes[number] = Node(number)
 
     def order(self, now_s: float, node: Node, addresses: dict[str, Address] | None = None) -> None:
-        """Send a node all processes that it must run, and `addresses` that these may connect to;
-        None: those sent last still hold.
+        """Send a node the list of all processes that it must run, and the `addresses` that these
+        may connect to; None: the addresses sent last stay valid.
         """
         node.ordered_s = now_s
         node.sent_addresses = node.sent_addresses if addresses is None else addresses

@@ -24,7 +24,7 @@ LEASE_EXPIRED = "lease expired"
 PULL_FAILED = "pull failed"
 STEP_FAILED = "step failed"
 RANK_LOST = "rank lost"
-"""The rank that held the attempt is gone, with its KV. Counts as a retry."""
+"""The attempt's KV is lost with its rank, or a new leader cannot resume it. Counts as a retry."""
 OTHER_WEIGHTS = "other weights"
 """The attempt was sent for a KV fingerprint that is not the unit's, such as the one before a
 rollout. Handled like QUEUE_FULL.
@@ -36,7 +36,7 @@ VOID = frozenset({NO_TOKEN, NOT_FINITE})
 
 
 def void(why: str) -> str:
-    """Return the reason for returning a request with a void token."""
+    """Return the reason for returning a request without a valid token, from the Runner's error."""
     return why if kind_of(why) in VOID else f"{STEP_FAILED}: {why}"
 
 
@@ -49,8 +49,9 @@ class Remedy(NamedTuple):
     """Reaction of the front to a reason."""
 
     is_final: bool
+    """True if the request ends with an error."""
     is_counted: bool
-    """True if the reason uses up a retry."""
+    """True if the attempt counts against `limits.max_retries`."""
     delay_s: float
 
 

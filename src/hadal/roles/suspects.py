@@ -1,10 +1,10 @@
 """Failure detector: suspected processes, and what their host observes of them. The front watches
 units with it, a leader its ranks, and the supervisor gateways and console.
 
-    silent for a part of the timeout: Suspect -> supervisor ... Sighting -> the detector: frozen, or
-    only starved?
+    a process is silent for ASK_SHARE of its timeout: detector --Suspect--> supervisor
+    the supervisor observes the process on its host:  supervisor --Sighting--> detector
 
-policy/suspicion decides whether a process is given up.
+policy/suspicion decides whether the process is frozen or only lacks a processor.
 """
 
 from __future__ import annotations

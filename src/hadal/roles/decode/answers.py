@@ -1,14 +1,15 @@
 """Cache entries made by a decode unit: blocks of generated text, so that the next turn can reuse
 them.
 
-    with a disk cache   a block is full --> it is written there
+    with a disk cache   a block is full --> it is written to disk
     else, on one host   the request ends --> its blocks stay, named, in this pool; Filled: prefill copies them
 
 A block is full once a completed step has written its last position and the request still needed the
-token; the table then has all of its tokens. A step that failed or is void names nothing, because
-its writes are unknown. A block that waits for the disk has one more owner (roles/unit/disk_stores),
-so its request may end, move or be preempted meanwhile. A block that prefill is to copy has no
-owner: it can be evicted at any time, and its version tells the reader.
+token drawn there; the table then has all tokens of the block. A step that failed or is void names
+nothing, because its writes are unknown. A block that waits for the disk has one more owner
+(roles/unit/disk_stores), so its request may end, move or be preempted meanwhile. A block that
+prefill is to copy has no owner: it can be evicted at any time, and the reader detects that by the
+block's version.
 
 Prefill has named and stored the full blocks of the prompt. Independent of files.
 """
@@ -111,7 +112,7 @@ class DecodeCache:
         """Name and queue the blocks that a completed step filled, and note its tokens.
 
         Each slot occurs once. Its request now has `lengths` positions of KV, and `values` is the
-        token drawn after them. All of these tokens went to the clients.
+        token drawn after them. All of these tokens are delivered to the clients.
         """
         self._name_filled(slots, lengths)
         self._table.tail[slots, lengths % BLOCK_TOKENS] = values
@@ -135,8 +136,8 @@ class DecodeCache:
 
     def leave(self, slot: int, unit: str) -> list[Effect]:
         """Name the blocks that an ended request filled here, so that they stay until their memory
-        is needed, and offer them to prefill. Runs once per slot; does nothing with a disk cache or
-        if no block was filled.
+        is needed, and offer them to prefill. Does nothing with a disk cache, if no block was
+        filled, or if called again for the same request.
         """
         table = self._table
         if self._has_disk or not table.is_named[slot]:

@@ -21,7 +21,7 @@ from hadal.roles.unit.tokens import has_other_weights, returned
 
 
 class DecodeArrivals:
-    """Queue and pulls. `out` is the leader's list of effects, to which this class appends."""
+    """Queue for slots, and pulls of KV. `out`: the leader's list of effects, to append to."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """KV that a decode unit's ranks hold from an earlier leader, until the front resumes it.
 
-    RankReset: held --> UnitUp names the attempts ... Resume: some go on from the last token
-    delivered, the rest is freed
+    RankReset lists the KV --> UnitUp names its attempts to the front --> Resume names some of them:
+    these continue after their last delivered token, and all other KV is freed
 
 KV that is not resumed within HELD_S seconds is freed. Independent of slots.
 """
@@ -56,7 +56,7 @@ class DecodeHeld:
             self.release()
 
     def claim(self, generation: Generation) -> tuple[int, HeldKv] | None:
-        """Make the attempt the owner of its KV and return (rank, KV), or None unless the KV has all
+        """Make the attempt the owner of its KV and return (rank, KV). None if no rank holds all
         positions that the attempt's next step reads.
         """
         num_tokens = len(generation.prompt) + len(generation.output) - 1

@@ -6,7 +6,7 @@ applies it immediately.
 
     plan k     | A B C |                     result k: B drew its stop id
     plan k+1   | A - C |  was emitted already with B in it; B's rank leaves it out
-    plan k+2   | A C D |  B leaves; its blocks were free when k+1 was done
+    plan k+2   | A C D |  B leaves; its blocks are free once k+1 is done
 
 A request that ends by token count is left out in time, as that is known beforehand. Each request
 belongs to a rank: `arrivals` queues it, `slots` owns its slot and blocks there, `answers` names the
@@ -280,7 +280,8 @@ class DecodeLeader:
 
     def _learn(self, step: _BegunStep, done: StepDone, *, is_whole: bool) -> None:
         """Note the time of a pass and the drafts that were right. `is_whole` is False if a request
-        drew a stop id before the last pass: the step then has no time, and counts for drafts only.
+        drew a stop id before the last pass: then the step's time is not used, only its drafts
+        count.
         """
         seconds: list[float] = []
         op_times: tuple[OpTime, ...] = ()
@@ -375,8 +376,8 @@ class DecodeLeader:
         computed = self.table.slots_in(SlotState.ACTIVE, SlotState.CLOSING).tolist()
         for slot in (*computed, *self.slots.moving.in_flight()):
             self._give_up(slot, error)
-        # The next plan empties every slot, as it is unknown where the Runner stopped. Leaving an
-        # empty slot does nothing.
+        # The next plan empties every slot, as it is unknown where the Runner stopped. A leave
+        # of an empty slot does nothing.
         self.table.is_in_runner[:] = np.repeat(self.blocks.is_living, self.slots.per_rank)
 
     def _give_up(self, slot: int, error: str) -> None:

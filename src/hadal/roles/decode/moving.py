@@ -2,12 +2,12 @@
 ranks.
 
     plan s      | computed at the source for the last time; the plan publishes it |
-    s is done   |   Pull, into blocks reserved at the target with the decision    |   plans s+1 and s+2 go without
-    KvPulled    |   the source is freed, the target joins the next plan           |   s+3, or s+4 at the latest
+    s is done   |   Pull, into blocks reserved at the target with the decision    |   not in plans s+1, s+2
+    KvPulled    |   the source is freed, the target joins the next plan           |   in s+3, at latest s+4
 
 If the copy is not finished when plan s+4 is made, the move is called off: the request continues at
 its source, with untouched KV. So it rests for at most STALL_STEPS_MAX steps. The blocks that the
-copy writes stay reserved until it has ended.
+copy writes stay reserved until the copy has ended.
 
 A request owns its source slot until its KV is at the target, so a request that ends earlier ends at
 its source. Depends on the table and the allocators; independent of plans.

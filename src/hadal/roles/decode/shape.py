@@ -107,7 +107,7 @@ class SlotDrafts:
     def num_checked(self, table: DecodeTable, num_passes: int, num_drafts: int) -> Ints:
         """Return how many drafts the next plan may check per slot: the slot's own, and in each
         further pass the drafts of the pass before. Drafts beyond the slot's blocks are not checked;
-        a slot that is further on than its sure length checks even fewer.
+        a slot with right drafts in flight is longer by then, and checks even fewer.
         """
         room = np.maximum(table.room - 1 - table.length, 0)
         num_checked: Ints = np.minimum(self._made, room)

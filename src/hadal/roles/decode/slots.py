@@ -82,7 +82,7 @@ class DecodeSlots:
         the order of `waiting`; requests at its end may stay queued.
         """
         view = self._view()
-        # At most as many as there are free slots: the rest of a long queue waits anyway.
+        # View only as many requests as there are free slots: the rest of a long queue waits anyway.
         num_slots = int((view.num_requests_max - view.num_requests).sum())
         arrivals = [self._arrival(decode) for decode in waiting[:num_slots]]
         # A rank that runs short of blocks later preempts requests (`_preempt`).

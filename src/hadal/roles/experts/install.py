@@ -1,9 +1,9 @@
-"""Installation of one layer's new placement: ranks that lack weights stage them, then all ranks
-flip in one step.
+"""Installation of one layer's new placement: ranks that lack weights stage them (load them in the
+background), then all ranks flip (switch to the placement) in one step.
 
     STAGING --all staged--> READY --next plans--> FLIPPING --step done by all--> gone, adopted
        |        (a new split only begins here)
-       +-- error, deadline; in any state, the end of the formation: gone, the old placement stays
+       +-- error, deadline; in any state, end of the formation: gone, the old placement stays
 
 Independent of loads and of the reason for the change. Its owner drops it when the formation ends.
 """

@@ -1,8 +1,9 @@
 """Choice of the next layer to examine, and of the changes of its experts to try.
 
 The first try is a new split of the layer's tokens, which moves nothing. The second is a placement
-within the whole budget of moves, the third, if that one has a gain, within a part of it. If nothing
-pays, the layer rests. Depends on loads and costs, but not on ranks' processes or steps.
+within the whole budget of moves. If that has a gain but does not pay, the third is a placement
+within a part of the budget. If nothing pays, the layer rests: it is not examined for a while.
+Depends on loads and costs, but not on ranks' processes or steps.
 
 Shapes: T intervals, L MoE layers, R ranks, S expert slots of a rank, E logical experts.
 """

@@ -4,8 +4,8 @@ Decides nothing about requests: it informs the front (router) of drains, and the
 a unit is empty. On every event the wanted units (policy/scaling) are compared with the existing
 ones, so that the next event repairs any error:
 
-    fewer work than wanted   keep a draining one, else start a stopped one, as far as nodes and back-off allow
-    more work than wanted    stop one that is starting, else drain an old one, else the one with the fewest requests
+    too few up or starting   keep a draining one, else start a stopped one (limits: nodes, back-off)
+    too many up or starting  stop a starting one, else drain: old ones first, then the least busy
 
     DrainUnit -> front ... Demand: the unit is empty -> StopUnit ... UnitDown -> OfferNodes for other work
 

@@ -3,9 +3,9 @@
     STOPPED -> STARTING -> UP <-> DRAINING -> STOPPING -> STOPPED        a dead process: from any of them to STOPPED
                    |______________________________^ no longer needed, or too slow to start
 
-A unit owns its nodes from the request to start it until its process has ended. A pair without an
-entry in the table is a bug and raises InvariantError: the fleet drops late and repeated messages
-before it moves a unit.
+A unit owns its nodes from the request to start it until its process has ended. A (state, move) pair
+without an entry in `_NEXT` is a bug and raises InvariantError: the fleet drops late and repeated
+messages before it moves a unit.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hadal.roles.unit.meters import RateMeter
 
 
 class FrontAdmission:
-    """Admission decisions from the tables of requests and tenants; changes only `totals`."""
+    """Admission decisions from the front's tables; the only one that it changes is `totals`."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class FrontAdmission:
     def submit_refusal(self, now_s: float, submit: Submit) -> Refusal | None:
         """Return why a generation not checked by `refusal` is refused; None if it is admitted."""
         generation = submit.generation
-        # A free place matters only if the queue may hold none, so has_room is called only then.
+        # A free place matters only if nothing may be queued (max_queued is 0): only then call
+        # has_room.
         may_hold_none = self._routing.limits.max_queued == self._requests.num_waiting == 0
         is_placeable = may_hold_none and self._routing.has_room(generation)
         return self._quota_refusal(

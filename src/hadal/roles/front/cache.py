@@ -4,8 +4,8 @@ The units' Cached messages keep it up to date. It only helps to route prompts. A
 real blocks itself, so a lost, duplicated or late message costs time and never a token. Blocks on
 disk are not in it: every unit of a deployment reads the same folder, so the disk favours no unit.
 
-The summary keeps half of a name, 8 of its 16 bytes. If two blocks share that half by chance, the
-only harm is a wrong guess.
+The summary keeps half of a name, 8 of its 16 bytes. Two blocks share that half by chance about once
+in 10^8 years, and the only harm is a wrong guess.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, 
 
 RESERVE_S = 90.0
 """Seconds after a request's end during which its highest possible cost stays reserved. The gateway
-sends the actual cost when the HTTP request has ended; a slow reader may delay that by half a
-minute, twice.
+sends the actual cost when the HTTP request ends, which a slow reader may delay by up to a minute.
 """
 RESUME_BATCH = 64
 """Requests per Resume message."""
@@ -280,8 +279,8 @@ class Front:
 
     def _take_slot(self, now_s: float, record: Record, unit: Unit) -> None:
         """Preempt a running request if the unit has no slot for a prefilled one: the latest batch
-        request, else one of a tenant above its share. Its slot is free immediately, or two steps later
-        if a plan has already scheduled it.
+        request, else one of a tenant above its share. The slot is free immediately, or two steps
+        later if a plan in flight computes the preempted request.
         """
         tenant, requests = record.generation.tenant, self.requests
         if unit.num_requests <= unit.num_requests_max or is_batch(tenant):
@@ -502,7 +501,7 @@ class Front:
         is_counted: bool = True,
         delay_s: float = 0.0,
     ) -> None:
-        """Requeue a request at its old place as a new attempt. End it after too many counted retries."""
+        """Requeue a request as a new attempt at its old place; end it after max_retries retries."""
         self.totals.retries += 1
         record.num_retries += is_counted
         if record.num_retries > self._config.limits.max_retries:

@@ -29,7 +29,7 @@ from hadal.roles.front.units import FrontUnits
 
 @dataclass(frozen=True)
 class RequestRouting:
-    """Views of the front's tables for the routing policies; read-only, one request at a time."""
+    """Routing of one request at a time. Changes no table; `fit` may lower a max_tokens."""
 
     requests: FrontRequests
     units: FrontUnits

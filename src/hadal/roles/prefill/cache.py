@@ -1,14 +1,13 @@
 """Reuse of KV by a prefill leader: blocks found instead of computed, and kept for others to find.
 
-    find -> start: acquire blocks in the pool, read blocks on disk (reads) -> loaded -> (steps)
-    -> written: named
-                                                                 the first token came -> finished:
-                                                                 stored (roles/unit/disk_stores)
-    take: copy blocks that decode filled -> taken: named
+    find -> start: acquire blocks in the pool, read blocks from disk (reads) -> loaded
+    a step computed the rest -> written: full blocks get names
+    the first token was drawn -> finished: blocks are written to disk (roles/unit/disk_stores)
+    take: copy blocks that decode filled -> taken: these get names
 
-Other prompts find a block as soon as it is complete. It goes to disk only when its prompt's first
-token has shown that its content is sound, because a write to disk cannot be undone. A failed draw
-(void token) removes the names of all blocks on its rank.
+Other prompts find a block as soon as it has a name. It is written to disk only when its prompt's
+first token has shown that its content is sound, because a write to disk cannot be undone. A failed
+draw (void token) removes the names of all blocks on its rank.
 
 Independent of steps and of the choice of ranks. policy/cached_prefix decides what is cheaper to
 compute than to read.
@@ -76,8 +75,8 @@ class PrefixFinder:
         queued_s: Mapping[int, float],
     ) -> None:
         """`rates`, `read_rates`: measured rates of steps and of disk reads; None if unknown.
-        `rates` is also None if no price decides. `queued_s`: rank -> predicted seconds of its reads
-        under way.
+        `rates` is also None if all blocks on disk are to be read. `queued_s`: rank -> predicted
+        seconds of its reads under way.
         """
         self._pools = pools
         self._index = index
@@ -133,8 +132,8 @@ class PrefillCache:
     disk. A prompt without a chain uses neither. `out` is the leader's list of effects, to which
     this class appends.
 
-    `recompute`: "auto": a price decides which blocks are read from disk; "off": all found ones are.
-    `index`: blocks known to be on disk; None: none yet.
+    `recompute`: "auto": blocks on disk are read unless computing them is faster; "off": all are
+    read. `index`: blocks known to be on disk; None: none yet.
     """
 
     def __init__(

@@ -1,15 +1,14 @@
 """Leader (scheduler) of a prefill unit: turns prompts into first tokens, and leases their KV to
 decode.
 
-    waiting --start: all its blocks--> started --last chunk planned--> (in flight) --StepDone-->
-    leased --> gone
-                                       | ^ while its prefix is read from disk it takes no part in steps
+    waiting --start, with all blocks--> started --last chunk planned, StepDone--> leased --> gone
 
-Prompts start in their turn (policy/batching), each on one rank; all ranks step together. Two plans
-may be in flight, so a prompt's next chunk is planned while the one before is computed. When the
-unit forms anew, the plans in flight are void: their chunks are planned again. Independent of other
-units: the front sends prompts and handles the results. roles/prefill/cache finds the parts of a
-prompt that need not be computed.
+A started prompt takes no part in steps while its prefix is read from disk. Prompts start in their
+turn (policy/batching), each on one rank; all ranks step together. Two plans may be in flight, so a
+prompt's next chunk is planned while the one before is computed. When the unit forms anew, the plans
+in flight are void: their chunks are planned again. Independent of other units: the front sends
+prompts and handles the results. roles/prefill/cache finds the parts of a prompt that need not be
+computed.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ Found = Mapping[int, Prefix]
 """Rank -> prefix that a prompt finds there; ranks without one are left out."""
 MEAN_SHARE = 2 / 3
 """Share of `chunk_tokens` that a rank computes in a mean step cut by cost. Ranks with cheap tokens
-may take half as many more, which makes up for ranks with expensive ones. From 1/2 to 4/5, simulated
-throughput is the same within one point (bench/balance_prefill_sim) at 30 ms per step. A larger
-share is better if steps cost more; a smaller one makes steps shorter.
+may take up to 1.5x as many, which makes up for ranks with expensive ones. From 1/2 to 4/5,
+simulated throughput is the same within one point (bench/balance_prefill_sim) at 30 ms per step. A
+larger share is better if steps cost more; a smaller one makes steps shorter.
 """
 
 
@@ -170,7 +170,7 @@ class StepContents:
     """Contents of a step."""
 
     starts: tuple[Start, ...]
-    """Prompts that start and take their blocks; by cost or while loading, some without a chunk."""
+    """Prompts that get blocks now. Cut by cost, or while a prefix is read, some get no chunk."""
     parts: tuple[tuple[PromptChunk, ...], ...]
     """Chunks of each rank."""
 
@@ -204,9 +204,9 @@ def pack(
     """Return the next step.
 
     Started prompts come first. Queued prompts then start in their order, each on the rank with the
-    least work, until one fits nowhere; with `is_in_turn`, each on its own rank, where it waits only
-    for prompts before it. `find` returns the prefixes that a prompt finds; they must
-    stay there until `starts` have their blocks.
+    least work, until one fits nowhere; with `is_in_turn`, each on the rank that is next in turn,
+    where it waits only for prompts of that rank. `find` returns the prefixes that a prompt finds,
+    which must stay there until `starts` have their blocks.
     """
     rank_to_prompts: list[list[PrefillAttempt]] = [[] for _ in range(pools.num_ranks)]
     num_starts = [rules.num_requests_max] * pools.num_ranks
@@ -364,8 +364,8 @@ def _pack_tokens(
             )
         )
     running = {id(part.prompt) for of_rank in parts for part in of_rank}
-    # Sorted by rank, as their blocks are taken. A prompt without a chunk stays queued, unless it
-    # reads from disk.
+    # Sorted by rank: blocks are allocated in this order. A prompt without a chunk stays queued,
+    # unless it reads from disk.
     starts = [start for start in starts if start[2].num_loading or id(start[0]) in running]
     return StepContents(tuple(sorted(starts, key=lambda start: start[1])), tuple(parts))
 

@@ -53,7 +53,7 @@ class DiskRead:
 
 
 class ReadMeter:
-    """Line through the reads so far: seconds per read and per block. Old reads fade."""
+    """Line fitted to the times of reads: seconds per read and per block. Old reads fade."""
 
     def __init__(self) -> None:
         self._known_until_s = -math.inf
@@ -61,8 +61,8 @@ class ReadMeter:
         """Sums of the weights w, and of w n, w n^2, w t and w n t, for reads of n blocks in t seconds."""
 
     def observe(self, now_s: float, num_blocks: int, elapsed_s: float) -> None:
-        """Add a read of `num_blocks`. Its `elapsed_s` begins when the rank's earlier reads have
-        ended, or, for a read that was given up, with the wait for them.
+        """Add a read of `num_blocks`. `elapsed_s`, seconds, begins when the rank's earlier reads
+        have ended; for a read that was given up, it includes the wait for those.
         """
         n, t = num_blocks, elapsed_s
         self._sums = tuple(  # type: ignore[assignment]

@@ -149,7 +149,7 @@ class RankHoldings:
 
     def _leave(self, slot: int) -> None:
         attempt_id = self._slot_to_attempt_id.get(slot)
-        if attempt_id is not None:  # Leaving an empty slot does nothing.
+        if attempt_id is not None:  # A leave of an empty slot does nothing.
             kv = self._attempt_id_to_kv[attempt_id]
             kv.num_tokens, kv.joined_at = self._num_tokens(kv), None
             del self._slot_to_attempt_id[slot]

@@ -389,7 +389,7 @@ class UnitMembership:
             self.form(now_s)
 
     def _see_answers(self, now_s: float) -> None:
-        """Run when all members formed (in phase FORMING); form again if one failed or timed out."""
+        """End phase FORMING if all members formed; form again if one failed or timed out."""
         if self.phase is not UnitPhase.FORMING:
             return
         forming = self._formation

@@ -109,9 +109,9 @@ class RankPools:
     def take_freed(self) -> list[Freed]:
         """Return the blocks freed or evicted since the last call, in one effect per rank.
 
-        They are queued because eviction happens deep inside an allocation. The actor must send them
-        before the plan, pull or load that may write these blocks. If they came after it, the rank
-        would discard the newly written contents instead of the old ones.
+        They are queued because eviction happens deep inside an allocation. The leader must send
+        them before the plan, pull or load that may write these blocks. If they came after it, the
+        rank would discard the newly written contents instead of the old ones.
         """
         self._settle()
         effects = [

@@ -84,7 +84,7 @@ class PoolRequests:
         self._asked[_key(effect)] = effect.rank
 
     def answered(self, message: RankAnswered) -> bool:
-        """Accept an answer; return False if the rank was not asked, or is lost to the inner leader."""
+        """Accept an answer; False if the rank was not asked, or is lost for the inner leader."""
         key = _key(message.outcome)
         is_meant = self.members.get(message.rank) == message.epoch
         if not is_meant or self._asked.get(key) != message.rank:
@@ -274,7 +274,7 @@ class RankedLeader:
             self.membership.phase is not UnitPhase.RUNNING
             or self.membership.formation != self._formation
         ):
-            return  # No step may begin, and the next formation voids this one.
+            return  # No step may begin, and the next formation voids these plans.
         plans = self.experts.planned(effect.plans[0].step_id, effect.plans)
         self._steps.begin(now_s, plans)
         for rank in self.membership.members:

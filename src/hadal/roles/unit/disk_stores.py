@@ -2,8 +2,7 @@
 disk.
 
     offer -> known on disk, or on its way? -> waits -> begin: StoreBlocks -> BlocksStored -> stored
-                                                '-- its content is gone, or blocks are short, or too
-                                                many wait: skipped
+                        '-- too many wait: skipped '-- content gone, or blocks short: skipped
 
 Blocks being written have an owner of their own, so that their content stays. This takes capacity
 from requests, so only few blocks are written at a time. Waiting blocks have an owner too if nothing

@@ -123,7 +123,7 @@ class StepScheduler:
         """Rates of the unit's step times, from its steps so far; refitted only now and then."""
         if self.costs.num_steps and (self._rates_at < 0 or self._is_old(self._rates_at)):
             found = self.costs.rates(*self._last)
-            if found is not None and self._num_ranks == 1:  # All tokens of its experts are its own.
+            if found is not None and self._num_ranks == 1:  # Its experts get no others' tokens.
                 found = replace(found, token_s=found.token_s + found.mean_s, mean_s=0.0)
             if found is not None:
                 self._rates = found

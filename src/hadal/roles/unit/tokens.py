@@ -16,8 +16,8 @@ History = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def finish_of(generation: Generation, index: int, token: int) -> str | None:
-    """Return how the output ends with `token` at `index`; None if it goes on. A stop id counts from
-    `min_tokens` on.
+    """Return how the output ends with `token` at `index`; None if it goes on. A stop id ends it
+    only after `min_tokens` other tokens.
     """
     if token in generation.stop_ids and index + 1 > generation.min_tokens:
         return STOP
