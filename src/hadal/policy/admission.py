@@ -20,8 +20,8 @@ OVERLOADED = "overloaded"
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 HEADROOM_SHARE = 8
-"""1/HEADROOM_SHARE of the slots is the number of requests prefilled before a slot is free;
-1/HEADROOM_SHARE of the running requests, and one, is the number of blocks kept for their growth.
+"""1/HEADROOM_SHARE of the slots is the number of requests prefilled before a slot is free. A rank
+keeps free 1/HEADROOM_SHARE of its running requests, plus 1, as blocks for their growth.
 """
 BATCH_RETRY_S = 0.05
 """Seconds after which a refused batch request is tried again."""
@@ -137,7 +137,7 @@ def refuse_lengths(
 
 
 def retry_after_s(num_queued: int, finished_per_s: float) -> float:
-    """Return the seconds until half the queue has ended at the measured rate, within bounds."""
+    """Return the seconds until half the queue has ended: 1 to 60 s, 10 s if the rate is unknown."""
     if finished_per_s <= 0:
         return RETRY_AFTER_MIN_S * 10
     return min(max(num_queued / 2 / finished_per_s, RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)

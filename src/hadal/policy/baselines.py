@@ -34,8 +34,8 @@ def place_by_counts(
 def place_in_turn(
     ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, turn: int, preempts: bool
 ) -> list[int]:
-    """Return the ranks of the first arrivals, round-robin: the first goes to rank `turn`, each
-    other to the next rank that it fits on.
+    """Return the ranks of the first arrivals, round-robin: each goes to the next rank that it
+    fits on, searched from rank `turn` on, then from the rank after the last choice.
     """
     shares, rows = Shares(ranks, 0, 0, preempts=preempts), list[int]()
     for arrival in arrivals:

@@ -1,8 +1,8 @@
 """Order queued prompts, and pack chunks of them into a step of a prefill rank under a token budget.
 
 policy/fairness takes turns among tenants. Within a tenant the order is that of arrival, and each
-level of priority is worth a fixed number of seconds. So a request that has waited longer than that
-bound goes before any newer one, and none starves.
+level of priority counts like AGE_S seconds of waiting. So a request is overtaken only by requests
+that arrive within AGE_S seconds per level of difference, and none starves.
 
 Sarathi's chunked prefill (arXiv 2308.16369): a step never computes more than `chunk_tokens`, so a
 long prompt costs the others one bounded step at a time. Order is strict: a prompt without enough

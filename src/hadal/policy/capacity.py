@@ -51,8 +51,8 @@ def decode_capacity(points: Sequence[DecodePoint], tpot_s: float) -> float:
 def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: float = 1.0) -> float:
     """Return the highest utilization at which the mean time to the first token is at most `ttft_s`.
 
-    Sakasegawa's approximation of the mean wait in a queue of `num_servers` equal servers (1977),
-    with Poisson arrivals:
+    Sakasegawa's approximation of the mean wait in a queue of c = `num_servers` equal servers
+    (1977), with Poisson arrivals:
 
         wait = (1 + variation^2) / 2 x service x use^(sqrt(2 (c + 1)) - 1) / (c (1 - use))
 

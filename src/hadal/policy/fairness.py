@@ -6,9 +6,8 @@ OSDI 2024): the cost it was served, over its weight. A prompt token costs INPUT_
 token OUTPUT_COST. The tenant with the smallest counter is next. A tenant that returns with an empty
 queue is lifted to the smallest counter of the queued tenants (if none is queued, to that of the
 tenant that was queued last), less `burst`, so that idle time saves up no more than a burst. Without
-a burst, a tenant below its share would wait behind a flood whenever two of its
-requests arrive close together. Bursts do not chain: any number of returning tenants all begin one
-burst below the same level.
+a burst, a tenant below its share would wait behind a flood whenever two of its requests arrive
+close together. Bursts do not chain: all returning tenants begin one burst below the same level.
 
 The bound (their theorem 4.4, times weights): while two tenants are both queued, their served costs
 over weight differ by at most 2 max(INPUT_COST L, OUTPUT_COST M). L is the longest prompt, M the
@@ -37,7 +36,7 @@ INPUT_COST = 1.0
 OUTPUT_COST = 2.0
 """Costs as in the paper: an output token costs twice an input token (section 5.1, after OpenAI's prices)."""
 MAX_COUNTERS = 4096
-"""Above this number, counters are dropped that a return would lift: of tenants not queued."""
+"""Above this number of counters, those of unqueued tenants that a return would lift are dropped."""
 
 _BATCH = "/batch"
 """Suffix of a batch tenant's name; no other name has a slash."""
@@ -169,13 +168,13 @@ def tenant_to_requeue(
     `cost`: of serving one request of `asking`, prompt and output, over its weight. `ends_per_step`:
     requests that end per decode step; from 1 on, capacity is free about as soon without preemption.
 
-    The result is the tenant with most service among those with several placed requests that keep
-    more service than `asking` after this turn, and for which one of two holds. Either it has
-    requests queued and keeps more service even once all placed requests of `asking` are served; or,
-    after giving up one, it still has more requests over its weight than `asking` then has. So the
-    next turn does not reverse the preemption, and a tenant below its share loses nothing to one
-    above. The tenant gives up the last of its requests in its own order and keeps the first, which
-    therefore finishes.
+    The result is the tenant with most service among those with several placed requests and no less
+    service than `asking` after this turn, if one of two conditions holds. Either it has requests
+    queued and no less service than `asking` once all its placed requests and this one are served.
+    Or, after giving up one request, it still has more placed requests over its weight than `asking`
+    then has. So the next turn does not reverse the preemption, and a tenant below its share loses
+    nothing to one above. The tenant gives up the last of its requests in its own order and keeps
+    the first, which therefore finishes.
     """
     if ends_per_step >= 1.0:
         return None

@@ -36,7 +36,7 @@ ROOM = 1.25
 GAIN = 0.25
 """Fraction of the densest prompt's time per token that a lighter prompt must save to overtake."""
 LOOK_AHEAD = 4
-"""Queued tokens that a plan looks at, in mean steps: `DRAIN` of them is a whole step."""
+"""Mean steps of queued tokens that a plan looks at: a step takes at most `DRAIN` (1/4) of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +190,8 @@ def _light_share(light: int, heavy: int, num_tokens: int, budget_s: float, rates
     """Return the least y such that y of `num_tokens` from position `light`, and the others from
     `heavy`, fit the budget.
 
-    chunk_s(heavy, G - y) + chunk_s(light, y) = budget, with x = G - y: pair_s x^2 + linear x +
-    constant = 0. At its larger root, more tokens for the dense prompt take longer.
+    With G = num_tokens and x = G - y, chunk_s(heavy, x) + chunk_s(light, y) = budget becomes pair_s
+    x^2 + linear x + constant = 0. At its larger root, more tokens for the dense prompt take longer.
     """
     pair_s, goal = rates.pair_s, num_tokens
     linear = pair_s * (heavy - light - goal)

@@ -167,7 +167,7 @@ class PromptView:
     num_tokens: int
     """Tokens still to be planned."""
     num_blocks_needed: int
-    """0 once the prompt has started: the blocks of a whole prompt are reserved at its first chunk."""
+    """Blocks to reserve at the prompt's start; 0 once it has started: it owns all its blocks."""
     num_context: int = 0
     """Positions before the tokens still to be planned, computed or cached: what these attend to."""
     num_loading: int = 0

@@ -4,11 +4,11 @@ weights over a network.
 Two kinds of move relieve the heaviest rank of a layer. It trades a replica with another rank; or a
 new replica takes an empty slot, or the slot of a spare replica (one of several of its expert). On
 another rank, the new replica is of an expert of the heaviest rank, and shares its load; on the
-heaviest rank, it is of a light expert. A move costs the replicas that it adds on ranks that are not
-their homes: an expert that returns home costs nothing, nor does a slot that was rewritten before.
-Each round makes, in every layer that is not good enough, the move with the most relief per replica;
-the tables after each round form the layer's path. Independent of nodes and time. All layers are
-planned at once.
+heaviest rank, it is of a light expert. A rank is a home of an expert if a replica there is free,
+such as one that it holds today. A move costs the replicas that it adds away from home: a return
+home is free, and so is rewriting a slot with a replica away from home. Each round makes,
+in every layer that is not good enough, the move with the most relief per replica; the tables after
+each round form the layer's path. Independent of nodes and time. All layers are planned at once.
 
 Shapes: L layers, E logical experts, R living ranks, S maximum expert slots of a rank, Q = R * S
 slots, Z maximum spare expert slots of a layer, N rounds.
@@ -27,7 +27,7 @@ from hadal.policy.experts.tables import Singles
 
 NO_MOVE = np.float32(1e9)
 FREE = np.float32(0.5)
-"""Cost assumed for a move of no replica, so that such moves come first if they bring any relief."""
+"""Cost assumed for a move that costs nothing, so that it comes first if it brings any relief."""
 WORTHWHILE = np.float32(2e-4)
 """Minimum relief per replica, as a fraction of the heaviest rank's load, for a layer's path to go on."""
 LIGHT_RANKS = 12
@@ -231,7 +231,7 @@ class _Top:
     slots_LS: Ints
     experts_LS: Ints
     floor_L: Singles
-    """Relief below this load is worth nothing."""
+    """Load below which relieving the rank further is worth nothing."""
     share_LE1: Singles
     base_LR: Ints
     """Start of a rank's row of experts in the flat arrays of (layer, rank, expert)."""
@@ -380,8 +380,8 @@ def _shares(state: _TableState, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> 
 
 
 def _drops(state: _TableState, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
-    """Return the best spare replica to remove from the heaviest rank, in favour of the expert with
-    the least load there.
+    """Return the best spare replica to remove from the heaviest rank, in favour of a new replica of
+    the expert that adds the least load there.
     """
     rows = top.rows_L
     instead = np.where(

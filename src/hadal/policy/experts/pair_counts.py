@@ -2,7 +2,7 @@
 the balance.
 
 With two expert slots, folding (heaviest replica with the lightest) is optimal for given counts, so
-one sort evaluates counts. The greedy splits the heaviest. Often it is better to leave
+one sort evaluates counts. The greedy splits the heaviest experts. Often it is better to leave
 middling experts whole and split the *lightest* instead, so that every heavy replica gets a tiny
 partner. Independent of rank ids. All layers at once.
 
