@@ -86,7 +86,7 @@ ROLES = (PREFILL, DECODE)
 RANK_HEARTBEAT_S = 0.25
 """Period of a rank's heartbeat to its leader."""
 AGENT_BEAT_S = 0.25
-"""Period of a node agent's heartbeat; the answer lists the processes to run."""
+"""Period of a node agent's heartbeats, and of the orders to it, which list the processes to run."""
 GATEWAY_HEARTBEAT_S = 0.25
 """Period of a gateway's heartbeat to its supervisor, sent by its event loop. The gateway with the
 front also sends it to the other gateways.

@@ -32,7 +32,7 @@ MAX_TABLE_BYTES = 512 * MIB
 MAX_DEPTH = 64
 """Deepest nesting of lists and tables; a tokenizer.json has six."""
 MAX_DIGITS = 19
-"""Maximum number of digits of an integer, enough for 64 bits."""
+"""Maximum number of digits of an integer, enough for 64 bits. Python refuses more than 4,300."""
 _SHOWN_CHARS = 60
 
 Kind = type[ConfigError]

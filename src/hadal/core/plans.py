@@ -21,7 +21,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that end a text; they can be drawn only where the grammar accepts."""
     begins_after: int = -1
     """Token that ends the reasoning before the text; -1: no reasoning. During reasoning any token
-    may be drawn; if the whole output is constrained, none of `end_ids` and `barred`.
+    may be drawn, except `end_ids` and `barred` if the whole output is constrained.
     """
     prefix: tuple[int, ...] = ()
     """Tokens of the text that the prompt already contains."""

@@ -88,7 +88,7 @@ class UsedBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class WakeAt(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call handle(now, Tick()) shortly after `time_s` at the latest. Replaces an earlier WakeAt."""
+    """Call handle(now, Tick()) soon after `time_s`, or earlier. Replaces an earlier WakeAt."""
 
     time_s: float
 

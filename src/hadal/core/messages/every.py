@@ -2,7 +2,7 @@
 
 Sent on the Wire between gateways, front, leaders, ranks, supervisor, fleet, node provider and node
 agents. A step's plans and results, which messages between leaders and ranks contain, are in
-core/plans. Token ids are tuples: short, hashable and cheap to encode.
+core/plans. Token ids are tuples: short, hashable, cheap to encode; only Tokens has int64 columns.
 """
 
 from __future__ import annotations

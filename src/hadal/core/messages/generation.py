@@ -33,7 +33,7 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     salt: bytes = b""
     """Salt of the tenant: KV is shared only under the same salt."""
     num_public: int = 0
-    """First tokens with KV shared under kv/names.PUBLIC instead of `salt`, in whole blocks."""
+    """Number of leading tokens, in whole blocks, with KV shared under kv/names.PUBLIC."""
     chain: bytes = b""
     """Names of the full blocks of prompt + output, set by the front; empty: cache nothing."""
     attempt_id: int = 0

@@ -56,14 +56,14 @@ class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeOrders(Message, frozen=True):
-    """Complete list of a node's processes, sent at every change and heartbeat. A running process
-    that is not listed is killed. So a node that returns after it was declared lost kills the
-    processes that were replaced on other nodes.
+    """Complete list of a node's processes, sent at changes and every AGENT_BEAT_S. A running
+    process that is not listed is killed. So a node that returns after it was declared lost kills
+    the processes that were replaced on other nodes.
     """
 
     processes: tuple[ProcessOrder, ...]
     addresses: dict[Name, Address] | None = None
-    """Addresses of processes on other nodes that this node's may contact; None: unchanged."""
+    """Addresses of other nodes' processes that this node's processes may use; None: unchanged."""
     is_over: bool = False
     """True if the run ends or another agent has replaced this one: end all processes and exit."""
     num_rollouts: int = 0
