@@ -34,7 +34,7 @@ class LayerMove(msgspec.Struct, frozen=True):
     layer: int
     """Index among the MoE layers, from 0."""
     num_moved: int
-    """Replicas with weights sent to another rank; 0: only the split of tokens changed."""
+    """Replicas on ranks that lacked the expert before; 0: only the split of tokens changed."""
     before: tuple[tuple[int, ...], ...]
     """Expert in each slot of each rank, -1: none."""
     after: tuple[tuple[int, ...], ...]

@@ -338,7 +338,7 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
 
 
 FLIP = "flip"
-"""Op name of a step's exchange of a layer's experts and placement table, done before the step."""
+"""Op name of the switch to a layer's new experts and placement table, done before a step."""
 DRAFT = "draft"
 """Op name of the MTP module's work in a step: its cache entries and drafts."""
 MASK = "mask"
@@ -443,7 +443,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request is returned to the front.
     """
     op_times: tuple[OpTime, ...] = ()
-    """Times of this rank's ops in the step (merged over ranks: per op, the slowest rank's)."""
+    """Times of this rank's ops. Merged over ranks: the slowest rank's, for exchanges the fastest."""
     events: tuple[TraceEvent, ...] = ()
     """Events of a traced plan."""
     expert_slot_counts: bytes = b""

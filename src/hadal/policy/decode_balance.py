@@ -70,7 +70,7 @@ class Shares:
     def __init__(
         self, ranks: DecodeRanksView, num_blocks_coming: int, num_coming: int, *, preempts: bool
     ) -> None:
-        """Relate shares to the unit's means once the coming requests and their blocks are placed."""
+        """Compute shares over the unit's means after the coming requests and blocks are placed."""
         self.ranks = ranks
         self.preempts = preempts
         self.used_R = ranks.num_blocks_used.copy()

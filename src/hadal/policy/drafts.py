@@ -148,7 +148,7 @@ class DraftChooser:
         """Tried and right drafts of this trial."""
 
     def choose(self, num_requests: int) -> int:
-        """Return the drafts per request of the next plan. `num_requests`: of the fullest rank."""
+        """Return the drafts per request of the next plan. `num_requests`: on the fullest rank."""
         if self._is_fixed or self.num_max == 0:
             return self.num_max
         self._num_steps += 1

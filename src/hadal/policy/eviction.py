@@ -107,7 +107,7 @@ class Arc:
         self._gone_once: OrderedDict[bytes, None] = OrderedDict()
         self._gone_again: OrderedDict[bytes, None] = OrderedDict()
         self._room_once = 0.0
-        """Target size of the list of blocks used once: above it, that list is evicted first. Learned."""
+        """Learned target size of the list of blocks used once: above it, it is evicted first."""
 
     def __len__(self) -> int:
         return len(self._once) + len(self._again)

@@ -122,7 +122,7 @@ class Claim(NamedTuple):
 
 def turn_of(tenant: str, service: float, num_held: int, first: S) -> tuple[bool, float, int, S]:
     """Return a sort key for tenants with queued requests: least service first, then fewest requests
-    held, then longest wait (`first`, its earliest queued item). Batches are behind all others.
+    in work (`num_held`), then longest wait (`first`, its earliest queued item). Batches come last.
     """
     return is_batch(tenant), service, num_held, first
 
@@ -135,8 +135,8 @@ def in_turns(
 ) -> Iterator[T]:
     """Yield queued items in the order to serve them; `waiting` is in each tenant's own order.
 
-    A yielded item counts as served, in this call only. `tenant_to_held`: requests held, as in
-    `turn_of`.
+    A yielded item counts as served, in this call only. `tenant_to_held`: requests in work, as
+    `num_held` of `turn_of`.
     """
     tenant_to_queue: dict[str, deque[tuple[int, T]]] = {}
     for number, one in enumerate(waiting):

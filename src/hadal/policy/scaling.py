@@ -71,7 +71,7 @@ class ScalingRules:
     period_s: float = 60.0
     """Time between decisions."""
     hold_s: float = 1800.0
-    """Scale down only units that were not needed for this long, and will not be."""
+    """Scale down only units that were not needed for this long, and will not be for as long."""
     margin: float = 0.02
     """Hysteresis: scale down only if the need is lower by this fraction."""
     catch_up_s: float = 600.0

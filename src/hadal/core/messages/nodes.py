@@ -52,7 +52,7 @@ class ProcessOrder(msgspec.Struct, frozen=True, array_like=True):
     """Module and its arguments, without folder and epoch number."""
     threads: int
     signal: Annotated[int, Meta(ge=0, le=64)] = 0
-    """Last signal to send to it; 0: none."""
+    """Signal to send to it: the last one requested, but SIGKILL stays; 0: none."""
 
 
 class NodeOrders(Message, frozen=True):

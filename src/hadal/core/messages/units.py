@@ -205,7 +205,7 @@ class UnitReport(Message, frozen=True):
     are left out.
     """
     num_replicas_moved: int = 0
-    """Expert replicas with weights sent between ranks by the balancer's decision."""
+    """Expert replicas that the balancer placed on a rank that lacked the expert's weights."""
     num_layers_flipped: int = 0
     """Changes of a layer's expert placement during service."""
     num_requests_moved: int = 0

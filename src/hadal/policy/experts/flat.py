@@ -18,8 +18,8 @@ from hadal.policy.experts.tables import heaviest_rank
 
 
 def place_flat(loads_LE: Floats, capacity_R: Ints, ceiling_L: Floats, *, num_rounds: int) -> Ints:
-    """Return the expert in every expert slot [L, R, S]; `num_rounds` 0: the plain greedy's, as good
-    as EPLB's.
+    """Return the expert in every expert slot [L, R, S]; `num_rounds` 0: by the plain greedy, which
+    is as good as EPLB.
 
     Exchanges in a layer end when its heaviest rank is at or below its ceiling. The
     result is never worse than the greedy's. Raises ValueError if there are fewer slots than experts.

@@ -19,7 +19,7 @@ from hadal.policy.experts.tables import held_loads, shares_of
 NOWHERE = 1e30
 """Load of the dummy rank that pads an expert's slots."""
 STILL = 2e-5
-"""Smallest relative decrease of a heaviest rank for another sweep."""
+"""Smallest relative decrease of the heaviest rank's load that justifies another sweep."""
 
 
 def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> Floats:

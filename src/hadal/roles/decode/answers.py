@@ -43,7 +43,7 @@ class AnswerCache:
 
 
 class DecodeCache:
-    """Names of blocks that requests fill. `answers` sets where the blocks go."""
+    """Names of blocks that requests fill. `answers` sets where these blocks are kept."""
 
     def __init__(
         self, table: DecodeTable, pools: RankPools, per_rank: int, answers: AnswerCache
@@ -72,8 +72,8 @@ class DecodeCache:
         self.stores.note(event)
 
     def make_room(self, rank: int, num_blocks: int) -> int:
-        """Drop disk writes of a rank that have not started, until that freed `num_blocks`; return
-        how many it freed.
+        """Drop disk writes of a rank that have not started, until `num_blocks` blocks are freed.
+        Return how many were freed.
         """
         return self.stores.give_up(rank, num_blocks)
 
@@ -86,7 +86,7 @@ class DecodeCache:
         return self.stores.owners(rank)
 
     def check(self) -> list[str]:
-        """Return problems; empty if the writes add up."""
+        """Return problems; empty if names and counts of the disk writes agree."""
         return self.stores.check()
 
     # ---- names ----
@@ -144,7 +144,7 @@ class DecodeCache:
             return []
         table.is_named[slot] = False
         generation, chain = table.occupant(slot).generation, table.names[slot]
-        # Prefill has named the blocks that were full before its last token.
+        # Prefill named the blocks that were full when it drew its token.
         first = (len(generation.prompt) + len(generation.output) - 1) // BLOCK_TOKENS
         end, rank = num_names(chain), slot // self._per_rank
         if end == first:
@@ -152,7 +152,7 @@ class DecodeCache:
         pool = self._pools[rank]
         pool.name(table.block_ids[slot][first:end], chain, first)
         self._pools.take_names()  # Drop the changes: the front routes no prompt here.
-        # Another request may have filled blocks with the same names.
+        # Another request may have filled blocks with the same names: these are offered instead.
         block_ids = tuple(pool.named_as(split(slice_of(chain, first, end))))
         lease = KvLease(
             self._pools.names[rank],

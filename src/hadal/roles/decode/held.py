@@ -35,7 +35,7 @@ class DecodeHeld:
         )
 
     def take(self, now_s: float, rank_to_held: Mapping[int, Held]) -> None:
-        """Hold the KV of ranks taken over; in their pools it already has the owner `held_by`."""
+        """Hold the KV of ranks that were taken over. In their pools `held_by` owns it already."""
         for rank, held in rank_to_held.items():
             self._by_rank[rank] = {kv.attempt_id: kv for kv in held.kv}
             self._until_s = now_s + HELD_S
@@ -78,7 +78,7 @@ class DecodeHeld:
         return None
 
     def owners(self, rank: int) -> Iterator[tuple[Hashable, Sequence[int]]]:
-        """Return (owner, block ids) of a rank's held KV, with the owners that its pool has."""
+        """Return (owner, block ids) of a rank's held KV, as the rank's pool records them."""
         return ((held_by(rank, kv), kv.block_ids) for kv in self._by_rank.get(rank, {}).values())
 
     def _free(self, rank: int, kv: HeldKv) -> None:

@@ -407,7 +407,7 @@ class DecodeLeader:
         num_drafts = self._drafts.choose(num_requests)
         num_before = self._drafts.most_made(computed & (table.state == SlotState.ACTIVE))
         num_passes = self._num_passes(num_requests, num_drafts, num_before)
-        # `grow` adds one position itself. The last pass's drafts need positions behind it.
+        # `grow` adds one position itself. The drafts of the last pass need further positions.
         num_more = num_positions(num_passes, num_before, num_drafts) - 1 + num_drafts
         grown = self.slots.grow(self._in_flight.done_id, num_more)
         if grown is None:
@@ -415,8 +415,8 @@ class DecodeLeader:
         if not table.computed_next().any():  # All slots to compute were preempted.
             return self._plan_next()
         publishes = self.slots.choose_moves(step_id, self._passes.known_terms, self._terms)
-        # A moving request is not computed for some plans, and its target blocks count one token per
-        # plan.
+        # One pass while a request moves: it rests for some plans, and the blocks at its target are
+        # reserved for one token per plan.
         num_passes = 1 if len(moving) else min(num_passes, table.most_passes(num_drafts))
         leaves, joins = self._change_rows()
         ready = [slot for slot, _ in joins]
@@ -489,7 +489,7 @@ class DecodeLeader:
         return min(self._passes.num_wanted(num_requests), self._drafts.num_passes_max)
 
     def _terms(self) -> MoveTerms:
-        """Return when a move pays, from the measured times of steps."""
+        """Return the terms on which a move pays, from the measured times of steps."""
         if not self.scheduler.is_calibrated:
             return self._passes.known_terms
         rates = self.scheduler.rates

@@ -58,7 +58,7 @@ class Trip:
 
 
 class DecodeMoving:
-    """Moves between ranks. Slots are numbered over the unit; DecodeSlots shares `key_to_slot`."""
+    """Moves between ranks. Slot numbers are the unit's; DecodeSlots shares `key_to_slot`."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class DecodeMoving:
 
     # ---- candidates ----
     def movable(self, rows: Sequence[int], next_step_id: int, terms: MoveTerms) -> RunningView:
-        """Return the blocks that each request would need on another rank, once the next plan has
-        computed it and at its end, by rank (`rows`) and slot; 0 for requests that may not move.
+        """Return, by rank (`rows`) and slot, the blocks that each request would need on another
+        rank: after the next plan, and at its longest. 0 for requests that may not move.
         """
         table, shape = self._table, (-1, self._per_rank)
         # The plan that publishes a request's KV must compute it.
@@ -147,7 +147,7 @@ class DecodeMoving:
             self._table.left_step_id[source] = self._trips[source].step_id
 
     def done(self, done_step_id: int) -> list[Pull]:
-        """Return the copies to start: of requests that the done plan computed for the last time."""
+        """Return the copies to start, now that the last plan at the source is done."""
         pulls, table = [], self._table
         for trip in list(self._trips.values()):
             if trip.lease is not None or trip.step_id > done_step_id:
@@ -242,7 +242,7 @@ class DecodeMoving:
                 )  # So that `table.roll_back` undoes the void plans for it.
 
     def in_flight(self) -> list[int]:
-        """Return sources without a copy: after a failed step their KV is unknown."""
+        """Return sources of moves without a copy: after a failed step their KV is unknown."""
         return [trip.source for trip in self._trips.values() if trip.lease is None]
 
     def is_going(self, source: int) -> bool:

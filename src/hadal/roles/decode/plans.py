@@ -75,7 +75,7 @@ def _by_rank(slots: Sequence[int], per_rank: int) -> dict[int, list[int]]:
 
 def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
     """Return the slot's entry in its rank's table. The request continues from its last
-    delivered token; prefill drew the first.
+    delivered token; prefill drew the first token.
     """
     generation = table.occupant(slot).generation
     prompt, output = (

@@ -58,7 +58,7 @@ class PassTimes:
         return passes_of(growth * self._mean.step_ms / 1e3)
 
     def terms(self, kv_s: float, request_s: float) -> MoveTerms:
-        """Return when a move pays, by the seconds of a pass for a mean rank's KV and requests."""
+        """Return the terms on which a move pays. `kv_s`, `request_s`: see `terms_of`."""
         return terms_of(kv_s, request_s, self.mean_s, self.known_terms)
 
     def choose_resting(self, table: DecodeTable, per_rank: int, step_id: int) -> None:
@@ -127,7 +127,7 @@ class SlotDrafts:
         seconds: Sequence[float],
         compared: Compared,
     ) -> None:
-        """Update from a done step (DraftChooser). `num_drafts`: per slot, checked and made."""
+        """Note a done step. `num_drafts`: drafts per slot that it checked, and that it made."""
         self._chooser.done(num_requests, *num_drafts, seconds, compared)
 
     def reset(self) -> None:
@@ -138,7 +138,7 @@ class SlotDrafts:
 
 class SecondMicroBatch:
     """Slots of the second micro-batch, by rank. The choice stays while the same slots are computed
-    and none joins, because all grow alike.
+    and none joins, because their lengths grow alike.
     """
 
     def __init__(self, scheduler: StepScheduler, per_rank: int) -> None:

@@ -212,7 +212,7 @@ class DecodeTable:
         return slot
 
     def go_on_at(self, source: int, target: int, lease: KvLease) -> None:
-        """Continue a request at `target`, where its KV is now: the next plan lets it join there.
+        """Continue a request at `target`, where its KV is now: it joins there with the next plan.
         `lease`: lease of the copy. The caller frees `source`.
         """
         self._copy_row(source, target)
@@ -245,7 +245,7 @@ class DecodeTable:
         self.stops.copy(source, target)
 
     def vacate(self, slot: int) -> None:
-        """Free a slot. If the Runner still lists it, the next plan lets it leave."""
+        """Free a slot. If it is in the Runner's table, the next plan removes it from there."""
         self.state[slot] = SlotState.FREE
         self._set_blocks(slot, ())
         self.outputs.pop(slot, None)
@@ -282,7 +282,7 @@ class DecodeTable:
         return self.in_next() & ~self.rests
 
     def rows(self, per_rank: int) -> tuple[Ints, RowsView]:
-        """Return the slots that the next plan may compute, and how policy/rows sees them."""
+        """Return the slots that the next plan may compute, and their view for policy/rows."""
         slots = np.flatnonzero(self.in_next())
         # A joining request is placed behind all rows of its tenant.
         is_ready = self.state[slots] == SlotState.READY

@@ -55,7 +55,7 @@ class ExpertCounts:
         self._is_wrong_noted = False
 
     def planned(self, step_id: int, placement: Placement, *, is_traced: bool) -> bool:
-        """Return whether ranks count in this step. `placement`: the one in force in it."""
+        """Return whether ranks count tokens in this step. `placement`: in force in the step."""
         self._num_uncounted += 1
         is_whole = self._num_uncounted >= self._count_every_steps
         is_counted = is_traced or is_whole

@@ -89,7 +89,7 @@ class Installation:
         }
 
     def expects(self, rank: int, staged: Staged) -> bool:
-        """Return whether this is an outstanding answer of the rank."""
+        """Return whether the installation waits for this answer of the rank."""
         about = (staged.formation, staged.stage_id, staged.layer)
         return rank in self.waiting and about == (self.formation, self.stage_id, self.layer)
 

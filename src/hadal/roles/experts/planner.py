@@ -202,7 +202,7 @@ def _split(
 
 def _layer_seconds(loads_LR: Floats, growing_s: float) -> Floats:
     """Return each layer's growing seconds [L]: `growing_s` times its heaviest rank's load over the
-    mean of all layers' heaviest.
+    mean of all layers' heaviest loads.
     """
     heaviest_L = loads_LR.max(axis=1)
     mean = float(heaviest_L.mean())

@@ -20,7 +20,7 @@ from hadal.core.balance import EXPERTS, EXPERTS_WORST
 from hadal.core.placement import Placement
 
 GAUGE_FADE = 0.8
-"""Weight of an interval relative to the next one in reported balancedness: about five count."""
+"""Weight of an interval relative to the next one in reported balancedness: about 5 matter."""
 
 
 class CountsWindow:

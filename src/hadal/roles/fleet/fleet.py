@@ -44,7 +44,7 @@ from hadal.roles.fleet.units import OWNS_NODES, FleetUnit, UnitMove, UnitState, 
 
 FRONT = "front"
 RESEND_S = 10.0
-"""Seconds after which a message to drain, keep or stop a unit without effect is sent again."""
+"""Seconds after which a message to drain, keep or stop a unit is repeated if it had no effect."""
 DRAIN_GRACE_S = 30.0
 """Seconds after a drain's deadline at which a unit is stopped; its requests are then retried."""
 BACKOFF_S = 5.0
@@ -391,7 +391,7 @@ class Fleet:
 
 
 def rules_of(deployment: Deployment) -> ScalingRules:
-    """Return a deployment's rules: its [fleet] table, with the floor from its units' tables.
+    """Return a deployment's rules: its [fleet] table, with `units` of each role as minimum.
 
     A unit smaller than a node counts as one node. Raises ConfigError for contradictory rules.
     """

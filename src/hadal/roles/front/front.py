@@ -239,7 +239,7 @@ class Front:
 
     # ---- forward: queue -> prefill -> decode -> end ----
     def _place(self, now_s: float) -> None:
-        """Send queued requests to prefill, in their order, while there is capacity ahead."""
+        """Send queued requests to prefill, in order, while prefill and decode have capacity."""
         while (record := self.requests.next_queued(now_s)) is not None:
             if (error := self.routing.fit(record)) is not None:
                 self._fail(record, error, 400)

@@ -193,7 +193,7 @@ class FrontRequests:
                 del self._tenant_to_weight[record.generation.tenant]
 
     def _count_placed(self, record: Record, change: int) -> None:
-        """Add a request to the sums (`change` 1), or remove it with all that it has grown to (-1)."""
+        """Add a request to the sums (`change` 1), or remove it with all its blocks (-1)."""
         tenant, fingerprint = record.generation.tenant, record.fingerprint
         placed = self.fingerprint_to_placed.get(fingerprint)
         if placed is None:

@@ -29,7 +29,7 @@ from hadal.roles.front.units import FrontUnits
 
 @dataclass(frozen=True)
 class RequestRouting:
-    """Routing of one request at a time. Changes no table; `fit` may lower a max_tokens."""
+    """Routing of one request at a time. Changes no table, but `fit` may lower max_tokens."""
 
     requests: FrontRequests
     units: FrontUnits
@@ -37,7 +37,7 @@ class RequestRouting:
     max_context: int
 
     def num_free(self) -> int:
-        """Return how many more requests may run, by slots and `max_running`, for any lengths."""
+        """Return how many more requests may run, by slots and `max_running`, at any lengths."""
         num_free = 0
         for fingerprint in self.units.serving():
             num_placed = self.requests.placed_under(fingerprint).num_requests
@@ -83,7 +83,7 @@ class RequestRouting:
         fingerprints: Sequence[str],
         without: Sequence[Record] = (),
     ) -> bool:
-        """Return whether a request could start under these fingerprints if `without` were removed."""
+        """Return whether a request could start under these fingerprints if `without` ended."""
         prefilling = Counter(one.prefill_unit for one in without if one.state is State.PREFILLING)
         return any(
             self._may_prefill(num_tokens, tenant, fingerprint, without)

@@ -161,7 +161,7 @@ class FrontTenants:
         """Set what tenants spent today: the ledger's sums, and recent charges that these do not include."""
         self._turn_day(now_s)
         if message.day != self._day:
-            return  # Read before midnight; the caller reads it again.
+            return  # It was read before midnight; the caller reads the ledger again.
         read = {
             tenant: pico_usd
             for tenant, pico_usd in message.tenant_to_pico_usd.items()

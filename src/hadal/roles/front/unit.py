@@ -19,7 +19,7 @@ class Unit:
     role: str
     epoch: str
     num_blocks: int
-    """Blocks of the unit's living ranks, by UnitUp or its last report, like `num_requests_max`.
+    """Blocks of the unit's living ranks, from UnitUp or the last report; so is `num_requests_max`.
     """
     num_blocks_request: int
     """Maximum number of blocks that one request can have on the unit; 0 while no rank lives."""
@@ -50,7 +50,7 @@ class Unit:
 
     @property
     def num_ranks(self) -> int:
-        """Living ranks with a leader. 1 before the first report: a unit that is up has at least one."""
+        """Living ranks. 0 without a leader; 1 before the first report: one must live (UnitUp)."""
         if self.orphan_s is not None:
             return 0
         return self.load.num_ranks if self.load is not None else 1

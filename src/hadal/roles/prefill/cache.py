@@ -161,8 +161,8 @@ class PrefillCache:
         self._has_disk = has_disk
         self._is_priced = recompute == AUTO
         self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
-        """Blocks that each rank's next plan must fetch: read or copied into its pool since its last
-        plan, or fetched by a plan that may never have run.
+        """Blocks that each rank's next plan must fetch from its pool: read or copied there since
+        its last plan, or fetched by a plan that may never have run.
         """
         self._takings: dict[Taker, Taking] = {}
         self._begun: list[StoreBlocks] = []

@@ -68,7 +68,7 @@ class PrefillAttempt:
     is_loading: bool = False
     """True while the attempt waits for a part of its prefix to be read from disk."""
     num_named: int = 0
-    """Leading blocks that were found, or named since; naming continues behind them."""
+    """Leading blocks that were found, or named since; naming continues after them."""
     last_step_id: int = -1
     """Last plan that writes the attempt's blocks; they are not freed before it is done or void."""
     is_dropped: bool = False
@@ -109,7 +109,7 @@ class PrefillAttempt:
         return len(self.tokens) - self.num_planned
 
     def view(self) -> PromptView:
-        """Return the prompt's view on its rank; of a queued prompt, its view without a prefix."""
+        """Return the prompt's view on its rank; without a prefix if the prompt is queued."""
         if self.is_loading:
             return self.view_with(self.prefix, num_blocks=0)
         num_blocks = 0 if self.block_ids else blocks_for(len(self.tokens))
@@ -170,7 +170,7 @@ class StepContents:
     """Contents of a step."""
 
     starts: tuple[Start, ...]
-    """Prompts that get blocks now. Cut by cost, or while a prefix is read, some get no chunk."""
+    """Prompts that start and get their blocks. Some get no chunk yet, as while a prefix is read."""
     parts: tuple[tuple[PromptChunk, ...], ...]
     """Chunks of each rank."""
 
@@ -186,7 +186,7 @@ class PackRules:
     is_by_cost: bool = True
     """True: the same time on every rank. False: a token budget per rank."""
     is_in_turn: bool = False
-    """True: prompts start on the ranks in turn, if there is a token budget per rank."""
+    """True: prompts start on the ranks round-robin. Used only with a token budget per rank."""
 
 
 def _found_nowhere(prompt: PrefillAttempt) -> Found:

@@ -129,8 +129,8 @@ class UnitMembership:
         return up.pool if up is not None else ""
 
     def adopt(self, placement: Placement) -> None:
-        """Use a placement for later formations, complete or without lost ranks. All ranks have done
-        a step with it. Raises InvariantError unless the unit runs with all ranks.
+        """Use a placement, with which all ranks have done a step, for later formations, even for
+        those without some ranks. Raises InvariantError unless the unit runs with all ranks.
         """
         if not self.is_running or len(self.members) != self.num_ranks:
             raise InvariantError(
@@ -297,7 +297,7 @@ class UnitMembership:
                     self._life.move(now_s, "drain")
 
     def forgive(self, gap_s: float) -> None:
-        """Do not count `gap_s` seconds during which the leader did not run as silence of ranks."""
+        """Do not count the `gap_s` seconds as silence of ranks: the leader itself did not run."""
         self._processes.forgive(gap_s)
         self._life.forgive(gap_s)
 

@@ -96,7 +96,7 @@ class RankPools:
         return self.num_usable - self.num_used
 
     def free(self, rank: int, block_ids: Sequence[int], owner: Hashable) -> None:
-        """Release an owner's blocks. The next `take_freed` reports the blocks freed by it."""
+        """Release an owner's blocks. The next `take_freed` reports those without any owner."""
         self._freed.setdefault(rank, []).extend(self._allocators[rank].free(block_ids, owner))
 
     def forget_names(self, rank: int) -> None:

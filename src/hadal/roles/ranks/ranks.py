@@ -322,7 +322,7 @@ class RankedLeader:
         return slow
 
     def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
-        """Pass a rank's outcome to the inner leader, unless that treats the rank as lost."""
+        """Pass a rank's outcome to the inner leader, unless it no longer waits for the outcome."""
         if not self._requests.answered(message):
             self.num_stale += 1
             return

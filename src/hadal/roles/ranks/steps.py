@@ -41,7 +41,7 @@ class RanksStep:
 
     step_id: int
     offsets: tuple[int, ...]
-    """Numbers added to each rank's keys to make them the inner leader's, by rank."""
+    """Per rank, the number that is added to its keys to get the inner leader's keys."""
     sent_s: float
     parts: dict[int, StepDone] = field(default_factory=dict)
 

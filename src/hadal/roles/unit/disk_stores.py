@@ -108,7 +108,7 @@ class DiskStores:
             self._pools[rank].acquire((block,), Waiter(name), is_use=False)
 
     def begin(self) -> list[StoreBlocks]:
-        """Start the writes that may start now, as owner of their blocks."""
+        """Start the writes that may start now; each becomes an owner of its blocks."""
         effects: list[StoreBlocks] = []
         num_together = max(1, self._num_writing_max // 2)  # One write runs, one waits behind it.
         if not self._names:
@@ -178,8 +178,8 @@ class DiskStores:
         self.counts[cache.DISK_EVICTED_BLOCKS] += num_names(event.dropped)
 
     def give_up(self, rank: int, num_blocks: int) -> int:
-        """Give up waiting blocks that have no other owner, oldest first, until `num_blocks` are
-        freed by it. Return the number freed.
+        """Give up waiting blocks that have no other owner, oldest first, until that
+        frees `num_blocks` blocks. Return the number freed.
         """
         pool, num_free = self._pools[rank], 0
         kept: deque[_Waiting] = deque()

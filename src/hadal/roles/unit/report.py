@@ -78,8 +78,9 @@ class ReportBuilder:
         self._balance.reset()
 
     def measured(self, token_s: float, pair_s: float, *, step_s: float) -> None:
-        """Note measured seconds; 0 if unknown. Prefill: of a token and of a pair. Decode: of each
-        request in a pass (`token_s`), and of a pass without requests (`step_s`).
+        """Note measured seconds; 0 if unknown. Prefill: of a token, and of a (token, position)
+        pair. Decode: of each request in a pass (`token_s`), and of a pass without requests
+        (`step_s`).
         """
         self._rates_s, self._pass_s = (token_s, pair_s), step_s
 

@@ -83,9 +83,9 @@ class StepScheduler:
         schedule, num = self._decide(whole, int(tokens_R.max()))
         self._last = (schedule, num)
         works = (whole,) if num == 1 else halve_works(whole)
-        # The Runner reports the longest time of all ranks per operation (roles/ranks/steps). It
-        # grows with the tokens of the rank with most tokens, or with the pairs of the rank with
-        # most pairs.
+        # A step's result has the longest time of all ranks per compute operation
+        # (roles/ranks/steps). It grows with the tokens of the rank with most tokens, or with the
+        # pairs of the rank with most pairs.
         longest = MicroBatchWork(int(tokens_R.max()), int(pairs_R.max()))
         self._in_flight[step_id] = (longest,) if num == 1 else halve_works(longest)
         return ScheduleChoice(schedule.name, num, works)
