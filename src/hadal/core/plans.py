@@ -443,7 +443,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request is returned to the front.
     """
     op_times: tuple[OpTime, ...] = ()
-    """Times of this rank's ops. Merged over ranks: the slowest rank's, for exchanges the fastest."""
+    """Times of this rank's ops; of several ranks: the slowest's, for exchanges the fastest's."""
     events: tuple[TraceEvent, ...] = ()
     """Events of a traced plan."""
     expert_slot_counts: bytes = b""

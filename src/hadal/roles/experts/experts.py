@@ -1,7 +1,7 @@
 """Placement of a unit's experts while it serves: measured, planned layer by layer, installed one
 layer at a time.
 
-    counted steps --> window of loads --> a layer pays? --> RankStage to ranks that need weights --> flip in a step
+    counted steps --> window of loads --> a change pays? --> RankStage to ranks that need weights --> flip in a step
 
 `counts` measures, `planner` chooses a layer and a change to try, and `installer` owns the placement
 in force. A flip switches all ranks to a layer's new placement. Nothing is planned unless every

@@ -1,7 +1,7 @@
 """Gain and cost of another placement of a layer's experts, and the terms of the decision to install
 it.
 
-    gain = growing seconds of the layer's experts per step * (1 - heaviest new / heaviest now) * steps it holds
+    gain = growing seconds of the layer's experts per step * (1 - heaviest new / heaviest now) * steps it lasts
     cost = most replicas that a rank stages * seconds per replica * share by which that slows steps + pause of the flip
 
 Ranks stage in parallel, and steps are slowed while any rank stages. The total number of replicas

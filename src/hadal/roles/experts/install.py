@@ -2,7 +2,7 @@
 background), then all ranks flip (switch to the placement) in one step.
 
     STAGING --all staged--> READY --next plans--> FLIPPING --step done by all--> gone, adopted
-       |        (a new split only begins here)
+       |        (a change of the split alone begins here)
        +-- error, deadline; in any state, end of the formation: gone, the old placement stays
 
 Independent of loads and of the reason for the change. Its owner drops it when the formation ends.

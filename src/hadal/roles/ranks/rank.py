@@ -10,11 +10,11 @@ and writes belong to no formation, because KV outlives formations. They are acce
 FormPlan on; earlier ones were meant for this rank's previous process.
 
 A rank outlives its leader. It records its pool's contents from the plans it receives
-(roles/ranks/holdings). A new leader does not know the rank's heartbeats and sends RankWho. RankHeld
-answers as soon as no copy, read or write of its pool is under way.
+(roles/ranks/holdings). A new leader has not registered the rank, so it answers a heartbeat with
+RankWho. The rank sends RankHeld as soon as no copy, read or write of its pool is under way.
 
 The wire between a leader and a rank keeps the order and never duplicates. It loses messages only
-when the process ends.
+when one of the two processes ends.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     leader's figures --build--> UnitReport --with_ranks--> with the figures of ranks that are processes
                                            --with_overhead--> as its host sends it
 
-The leader notes its figures as they change. The other two parts are added on the way out: a leader
+The leader notes its figures as they change. The other two parts are added afterwards: a leader
 has no record of how its ranks share their experts, and only a host has a clock. Independent of
 timers: roles/unit/reporter decides when a report is sent.
 """
@@ -78,9 +78,8 @@ class ReportBuilder:
         self._balance.reset()
 
     def measured(self, token_s: float, pair_s: float, *, step_s: float) -> None:
-        """Note measured seconds; 0 if unknown. Prefill: of a token, and of a (token, position)
-        pair. Decode: of each request in a pass (`token_s`), and of a pass without requests
-        (`step_s`).
+        """Note measured seconds; 0 if unknown. Prefill: of a token and of a (token, position) pair.
+        Decode: per request in a pass (`token_s`), and of a pass without requests (`step_s`).
         """
         self._rates_s, self._pass_s = (token_s, pair_s), step_s
 
