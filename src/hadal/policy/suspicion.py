@@ -1,5 +1,5 @@
-"""Failure detection, for front and leaders: decide if a silent process is frozen or only starved of
-a processor.
+"""Failure detection, for front, leaders and supervisor: decide if a silent process is frozen or
+only starved of a processor.
 
 Independent of messages and processes. The caller reports how long a process has been silent and
 what the process's own host observed.
