@@ -136,7 +136,7 @@ class Copy:
         is_first: bool = True,
         file_s: float = NEVER_S,
     ) -> Outcome:
-        """Run `tests` and stop at the first failure; if None, run all tests of the files to the end.
+        """Run `tests`, or all tests of the files if None; `is_first`: stop at the first failure.
         `limit_s`: seconds after which the run is killed. `file_s`: seconds after which the rest of a
         file is skipped.
         """
@@ -148,7 +148,7 @@ class Copy:
         command = [
             *(self._checkout / ".venv" / "bin" / "python", "-m", "pytest", "-q"),
             *("-p", "no:cacheprovider", "-p", "mutants_plugin", "-m", "not full"),
-            *("--timeout", str(self._options.timeout_s), *(() if tests is None else ("-x",))),
+            *("--timeout", str(self._options.timeout_s), *(("-x",) if is_first else ())),
             *files,
         ]
         environment = {

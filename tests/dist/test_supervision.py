@@ -148,10 +148,10 @@ def test_a_status_that_cannot_be_written_ends_nothing(mortal: StartServer) -> No
 
 @pytest.mark.more("tests of Watch have it in simulated time")
 def test_a_stopped_supervisor_takes_nobody_for_hung_when_it_goes_on(mortal: StartServer) -> None:
-    server = mortal()
+    server = mortal(gateway_timeout_s=2.0)
     pids, num_bytes = server.pids(), len(server.log())
     server.process.send_signal(signal.SIGSTOP)
-    time.sleep(3.0)  # Longer than unit_timeout_s, by default 2 s.
+    time.sleep(3.0)  # Longer than its timeouts for gateways and units (2 s by default).
     server.process.send_signal(signal.SIGCONT)
     # When it has replaced one unit, it has judged all processes.
     server.kill("prefill-0")

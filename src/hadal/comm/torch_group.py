@@ -267,7 +267,7 @@ class TorchGroup:
                     break
                 except queue.Full:
                     continue
-            thread.join(JOIN_TIMEOUT_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
             if thread.is_alive():
                 log.warning("%s still waits for an exchange of the previous formation", thread.name)
         link, self._link = self._link, None

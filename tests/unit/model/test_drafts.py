@@ -279,7 +279,7 @@ def sometimes(seed: int) -> Iterator[int]:
     "A draft is right if and only if the sampler draws the same token at that seed, "
     "index and logits."
 )
-@pytest.mark.slow("five requests decoded five times")
+@pytest.mark.slow("ten requests decoded five times")
 @pytest.mark.parametrize("seed", seeds(1, 2, 10))
 def test_whatever_is_drafted_the_tokens_are_the_same(tiny: ModelWeights, seed: int) -> None:
     print("seed", seed)
@@ -294,7 +294,7 @@ def test_whatever_is_drafted_the_tokens_are_the_same(tiny: ModelWeights, seed: i
             assert 0 < right <= tried
 
 
-@pytest.mark.slow("five requests decoded three times")
+@pytest.mark.slow("ten requests decoded three times")
 @pytest.mark.parametrize("seed", seeds(1, 1))
 def test_requests_that_rest_draw_the_same_and_keep_their_drafts(
     tiny: ModelWeights, seed: int
