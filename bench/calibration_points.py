@@ -201,7 +201,7 @@ POINTS: tuple[Point, ...] = (
     ),
     Point(
         "C7",
-        "two micro-batches in prefill, 1K prompts, over one",
+        "gain of two micro-batches over one, prefill, 1K prompts",
         1.31,
         "x",
         f"{_SGLANG} --prompt 1024",
@@ -210,7 +210,7 @@ POINTS: tuple[Point, ...] = (
     ),
     Point(
         "C7",
-        "two micro-batches in decode, 256 requests, over one",
+        "gain of two micro-batches over one, decode, 256 requests",
         1.255,
         "x",
         f"{_DECODE_72} --batch 256",
@@ -219,7 +219,7 @@ POINTS: tuple[Point, ...] = (
     ),
     Point(
         "C7",
-        "two micro-batches in decode, 32 requests, over one",
+        "gain of two micro-batches over one, decode, 32 requests",
         0.73,
         "x",
         f"{_DECODE_72} --batch 32 --plan decode_five",

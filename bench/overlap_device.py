@@ -243,7 +243,9 @@ class VirtualResult:
 def measure_virtual(
     ranks: Ranks, case: DeviceCase, num_pairs: int, variants: Sequence[Variant] = VARIANTS
 ) -> VirtualResult:
-    """Run every variant `num_pairs` times in turn. Prices: the case's ops, the measured link."""
+    """Run every variant `num_pairs` times in turn. Its price comes from the case's op times and the
+    measured times of the link.
+    """
     ranks.ask({"do": "device", "case": asdict(case)})
     result = VirtualResult(case, len(ranks))
     full = _with_link(case.op_seconds(2.0), ranks, LINK_FULL)

@@ -1,5 +1,5 @@
-"""Variants that the overlap benchmarks compare: a schedule, a number of micro-batches, and the
-price of perf/price.
+"""Variants that the overlap benchmarks compare: a schedule and a number of micro-batches, with the
+time that perf/price predicts for them.
 """
 
 from __future__ import annotations

@@ -113,8 +113,7 @@ def refresh(frames: Path | None) -> None:
         page.goto(url)
         page.wait_for_selector(".h-unit", timeout=60_000)
         session = page.context.new_cdp_session(page)
-        # CPU time of the thread itself: time that other processes take of this host is not the
-        # page's.
+        # The main thread's own CPU time: other processes on this host do not add to it.
         session.send("Performance.enable", {"timeDomain": "threadTicks"})
         for tab in ("Overview", "Experts", "Fleet", "Money"):
             page.click(f".h-tabs button:has-text('{tab}')")

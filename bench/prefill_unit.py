@@ -87,7 +87,9 @@ def measured(study: Study, load: DemandFigures, cache: CacheDay | None) -> Run:
 
 
 def even_per_s(study: Study, world: FleetWorld) -> float:
-    """Return tokens over seconds of the measured steps if they had been even."""
+    """Return the tokens/s of the measured steps as if each had been spread evenly over ranks and
+    micro-batches.
+    """
     begin_s, model = study.window.settle_s, study.step_model(PREFILL, 1.0)
     end_s = begin_s + study.window.prefill_seconds
     tokens, even_s = 0.0, 0.0

@@ -68,7 +68,7 @@ def reverse(source: Source) -> Turn:
 
 
 def letters(source: Source) -> Turn:
-    """Return a question about the letters of a word; most ask for the number of one letter."""
+    """Return a question about the letters of a word; about half ask how often a letter occurs."""
     word = a_word(source, 10)
     shown = _quote(source, word)
     kind = source.choices(("count", "length", "spell", "vowels", "nth"), (50, 14, 9, 9, 16))[0]

@@ -105,7 +105,7 @@ def chat(
         float | None, typer.Option(help="0 is greedy. [dim]the model's own[/dim]")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of an answer, thinking included.")
+        int | None, typer.Option(help="Maximum number of tokens of an answer, reasoning included.")
     ] = None,
 ) -> None:
     """Chat in the terminal with a running server: thinking is marked by a bar, tokens per second

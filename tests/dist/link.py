@@ -41,7 +41,9 @@ def open_tap(name: str) -> int:
 
 
 def relay(one: int, other: int, delay_s: float, lost_share: float) -> None:
-    """Forward frames, each way `delay_s` later, until a signal ends the process."""
+    """Forward frames both ways, each after `delay_s`, and drop a share `lost_share` at random, until
+    a signal ends the process.
+    """
     rng = random.Random(1)
     to_frames: dict[int, deque[tuple[float, bytes]]] = {one: deque(), other: deque()}
     peer = {one: other, other: one}

@@ -97,7 +97,7 @@ class Pool:
         self._end(pooled)
 
     def close(self) -> None:
-        """End all servers."""
+        """End all idle servers. Lent ones must have been given back or ended."""
         while self._idle:
             self._end(self._idle.popitem()[1])
 

@@ -67,7 +67,7 @@ class Child:
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the folder of the outbox for a ledger on a server."""
+    """Use a temporary state folder: writers to a database server keep their outbox there."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 

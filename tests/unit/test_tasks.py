@@ -62,7 +62,7 @@ def test_a_text_is_read_from_what_is_asked_to_the_sentence_that_tells_it() -> No
         for each in given:
             assert each.lower() in question, (sought, question)
         if read[-1].split(" = ")[-1] == example.answer and " = " in read[-1]:
-            read.pop()  # This line translates a number in words.
+            read.pop()  # This line turns a number in words into digits.
         num_persons += any(re.search(r" (He|She) is \w+\. .* (yes|no)$", line) for line in read)
         assert all(line.endswith(" no") for line in read[:-1])
         assert read[-1].endswith(" yes") or read[-1] == "That is not in the text."

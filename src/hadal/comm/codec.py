@@ -88,7 +88,9 @@ def read_head(message: Tensor, layer: int, kind: int, peer: int) -> tuple[int, i
 def check_size(message: Tensor, num_bytes: int, peer: int) -> None:
     """Raise MessageError if the message is shorter than `num_bytes`."""
     if message.numel() < num_bytes:
-        raise MessageError(f"rank {peer} sent {message.numel()} bytes where {num_bytes} belong.")
+        raise MessageError(
+            f"rank {peer} sent {message.numel()} bytes; at least {num_bytes} were expected."
+        )
 
 
 def ints(message: Tensor, start: int, count: int) -> Tensor:

@@ -356,7 +356,7 @@ class Handle:
                 expected_bytes = comm.layout.combine_bytes(self._route.num_pairs_R[peer])
                 if num_bytes != expected_bytes:
                     raise MessageError(
-                        f"rank {peer} returned {num_bytes} bytes where {expected_bytes} belong."
+                        f"rank {peer} returned {num_bytes} bytes; {expected_bytes} were expected."
                     )
         routed_TD = comm._codec.combine(
             self._back, self._route.at_TK, self._ids_TK, weights_TK.float().contiguous()

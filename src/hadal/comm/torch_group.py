@@ -308,7 +308,7 @@ class MeetingPlace:
             if is_aborted():
                 raise PeerLost((), "aborted")
             if time.monotonic() > deadline_s:
-                raise PeerLost(missing, f"not there within {timeout_s} s")
+                raise PeerLost(missing, f"did not arrive within {timeout_s} s")
             time.sleep(GATHER_POLL_S)
         return store
 

@@ -60,7 +60,7 @@ def bench(
     concurrency: Annotated[
         str,
         typer.Option(
-            help="Numbers of requests at once, one level each. [dim]1,4,16 without --rate[/dim]"
+            help="Numbers of concurrent requests, one level each. [dim]1,4,16 without --rate[/dim]"
         ),
     ] = "",
     duration: Annotated[
@@ -68,7 +68,8 @@ def bench(
         typer.Option(help="Seconds during which a level sends requests.", min=0.5, max=86_400),
     ] = 30.0,
     requests: Annotated[
-        int | None, typer.Option(help="Most requests per level. [dim]no limit[/dim]", min=1)
+        int | None,
+        typer.Option(help="Maximum number of requests per level. [dim]no limit[/dim]", min=1),
     ] = None,
     tokens_in: Annotated[
         str,

@@ -50,13 +50,18 @@ def add(
     ] = 1.0,
     tokens_per_minute: Annotated[
         int,
-        typer.Option(help="Most tokens per minute, input and output. [dim]no limit[/dim]", min=0),
+        typer.Option(
+            help="Maximum number of tokens per minute, input and output. [dim]no limit[/dim]", min=0
+        ),
     ] = 0,
     requests: Annotated[
-        int, typer.Option(help="Most requests at once. [dim]no limit[/dim]", min=0)
+        int,
+        typer.Option(
+            help="Maximum number of requests at the same time. [dim]no limit[/dim]", min=0
+        ),
     ] = 0,
     dollars_per_day: Annotated[
-        str, typer.Option(help="Most dollars per day (UTC). [dim]no limit[/dim]")
+        str, typer.Option(help="Maximum cost in dollars per day (UTC). [dim]no limit[/dim]")
     ] = "",
     model: Annotated[
         list[str] | None, typer.Option(help="Model that the tenant may use. [dim]all[/dim]")

@@ -62,7 +62,10 @@ def simulate(
         ),
     ] = "",
     no_windows: Annotated[
-        bool, typer.Option("--no-windows", help="Simulate no hour request by request.")
+        bool,
+        typer.Option(
+            "--no-windows", help="Skip the windows that are simulated request by request."
+        ),
     ] = False,
     no_what_ifs: Annotated[
         bool, typer.Option("--no-what-ifs", help="Omit the what-if variants.")

@@ -349,7 +349,7 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     """Time of one kind of op in a step, summed over layers and micro-batches."""
 
     op: str
-    """Op of overlap/plan, FLIP, DRAFT or MASK. "dispatch" and "combine" are link time; "wait" is
+    """Op of overlap/plan, FLIP, DRAFT, MASK or IDLE. "dispatch" and "combine" are link time; "wait" is
     the part of link time for which compute stood still.
     """
     count: int

@@ -265,7 +265,8 @@ class BlockAllocator:
     def _check_numbers(self, blocks: Sequence[int], owner: Hashable) -> None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
             raise InvariantError(
-                f"{owner!r} does not own blocks that are not there: {min(blocks)} .. {max(blocks)}."
+                f"{owner!r} names blocks {min(blocks)} to {max(blocks)}; there are blocks 0 to"
+                f" {self.num_blocks - 1}."
             )
 
     def _owners_of(self, block: int) -> tuple[Hashable, ...]:

@@ -131,7 +131,9 @@ def price_stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_laye
 def extended(
     schedule: Schedule, num_layers: int, of: Callable[[int], tuple[float, ...]]
 ) -> tuple[float, ...]:
-    """Return sums over many layers from `of(n)`, sums over n layers: linear in a full pipeline."""
+    """Return the sums over `num_layers` layers. `of(n)` computes them for n layers; beyond
+    _STEADY_LAYERS the result is extrapolated, because a full pipeline's sums are linear in n.
+    """
     if num_layers <= _STEADY_LAYERS:
         return of(num_layers)
     if schedule is SEQUENTIAL:

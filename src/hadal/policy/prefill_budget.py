@@ -20,7 +20,9 @@ from hadal.core.rates import StepRates
 from hadal.policy.views import PromptView
 
 CAPS = (1.0, 1.25, 1.5, 2.0)
-"""Candidates for the most tokens of a rank, over the mean; bounded by `StepLimits`."""
+"""Candidates for a rank's maximum number of tokens, in multiples of `num_tokens_mean`, up to
+`num_tokens_max` (StepLimits).
+"""
 DRAIN = 0.25
 """Largest share of the queued work in one step, so that the last dense prompts do not delay new
 arrivals for long.

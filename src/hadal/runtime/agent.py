@@ -278,7 +278,7 @@ class Agent:
         self._renewed.append(joining)
 
     def _join_successor(self) -> None:
-        """Switch to a new supervisor, which has a later epoch than the one before it."""
+        """Switch to the supervisor of the next queued Joining, if its epoch is later than ours."""
         joining = self._renewed.popleft() if self._renewed else self._joining
         if joining.supervisor.epoch_number <= self._joining.supervisor.epoch_number:
             return

@@ -279,12 +279,10 @@ def why_not_fit(plan: MemoryPlan, there_bytes: int) -> str:
     if beside > plan.kv_bytes:
         parts += f", buffers {gb(beside - plan.kv_bytes)}"
     if plan.total_bytes - plan.kv_bytes < there_bytes:
-        remedy = (
-            "Lower prefill.kv_memory_mb and decode.kv_memory_mb (below a whole context: kv_blocks)."
-        )
+        remedy = "Lower prefill.kv_memory_mb and decode.kv_memory_mb. For pools below one context, set kv_blocks."
     else:
         remedy = (
-            "The weights alone do not fit: take a checkpoint with fewer bytes per weight, a smaller model,"
+            "It does not fit even without KV: take a checkpoint with fewer bytes per weight, a smaller model,"
             f" or a machine with {gb(plan.total_bytes)}."
         )
     return (
@@ -327,8 +325,9 @@ def _rank_memory(
 
 
 def num_spare_slots(units: UnitsConfig, num_slots: int) -> int:
-    """Return the largest number of replicas per layer that each surviving rank takes over when a
-    node is lost: an even share of the node's replicas. 0 if no rank survives.
+    """Return the maximum number of replicas per layer that a surviving rank takes over when a node
+    is lost: an even share of the node's replicas, as if no survivor had any of those experts. 0 if
+    no rank survives.
     """
     survivors = units.ranks - units.ranks_per_node
     return math.ceil(units.ranks_per_node * num_slots / survivors) if survivors > 0 else 0
@@ -385,12 +384,12 @@ def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) ->
     if needed - rank.kv_bytes < limit_bytes:
         excess_mb = (needed - limit_bytes) / 2**20
         remedy = (
-            f"Lower {kind}.kv_memory_mb by {excess_mb:.0f} or more (below a whole context:"
-            f" {kind}.kv_blocks)."
+            f"Lower {kind}.kv_memory_mb by {excess_mb:.0f} or more. For a pool"
+            f" below one context, set {kind}.kv_blocks."
         )
     else:
         remedy = (
-            f"The weights alone do not fit: raise {kind}.ranks, or take GPUs with more memory"
+            f"It does not fit even without KV: raise {kind}.ranks, or take GPUs with more memory"
             " (device_memory_gb)."
         )
     raise ConfigError(

@@ -103,7 +103,7 @@ _FLOOR_S = 30.0
 restarted head has forgotten it. Also the time between checks for groups removed in Ray.
 """
 _LAST_S = 10.0
-"""Longest wait for the supervisor to end this process after another one has taken over."""
+"""Longest wait for the supervisor to end this process once a successor has taken over."""
 _AGAIN_S = 2.0
 """Pause between an agent's end and the start of the next one."""
 
@@ -511,9 +511,9 @@ def _selectors(
 
 
 def _ask_autoscaler(floor: list[dict[str, float]], label: str) -> None:
-    """Ask the cluster's autoscaler to keep nodes for all of these bundles. A cluster without
-    autoscaler stores the request and does nothing. This is only a hint: a pending placement group
-    requests its nodes itself.
+    """Ask the cluster's autoscaler to keep nodes for all of these bundles in total, whether or not
+    they are used. A cluster without autoscaler stores the request and does nothing. This is only a
+    hint: a pending placement group requests its nodes itself.
     """
     try:
         request_resources(bundles=floor, bundle_label_selectors=_selectors(len(floor), label))

@@ -205,7 +205,7 @@ def test_layers_of_glm_are_dense_first_and_then_sparse() -> None:
 
 @pytest.mark.promise(
     "DeepSeek-V4, GLM-5, Kimi-K2.5 and K3, and INT4, AWQ, GPTQ, NVFP4 and MXFP4 weights "
-    "are refused by name."
+    "are refused with an error that names them."
 )
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -227,7 +227,7 @@ def test_what_looks_like_the_family_is_refused_by_name(changes: dict[str, Any], 
 
 @pytest.mark.promise(
     "DeepSeek-V4, GLM-5, Kimi-K2.5 and K3, and INT4, AWQ, GPTQ, NVFP4 and MXFP4 weights "
-    "are refused by name."
+    "are refused with an error that names them."
 )
 @pytest.mark.parametrize(
     ("method", "words"),
@@ -260,7 +260,7 @@ def test_a_quantisation_that_another_file_tells_of(tmp_path: Path) -> None:
 
 @pytest.mark.promise(
     "A GGUF file or folder, a name on the Hub, AWQ, GPTQ, bitsandbytes, MLX and other "
-    "families are refused with a hint what to use instead."
+    "families are refused with a hint on what to use instead."
 )
 def test_folders_in_other_formats(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")

@@ -250,7 +250,9 @@ def test_there_is_room_for_the_experts_of_a_lost_node(v3: ModelConfig) -> None:
 
 
 def test_what_a_rank_serves_with_comes_before_room_for_a_lost_node(v3: ModelConfig) -> None:
-    """A lost node of two had half of the experts, and no GPU has memory for that half, too."""
+    """If one of two nodes is lost, the other needs memory for twice its experts. That reserve is cut,
+    with a warning; only what a rank serves with must fit.
+    """
     units = UnitsConfig(ranks=16, ranks_per_node=8)
     asked = Deployment(device="cuda", prefill=units, decode=units)
     whole = plan_memory(asked, v3).prefill
@@ -297,7 +299,7 @@ def test_a_rank_that_does_not_fit_its_gpu_says_by_how_much() -> None:
         ConfigError, match=r"a prefill rank needs .*Lower prefill\.kv_memory_mb by \d+"
     ):
         plan_memory(deployment(**fitting, kv_memory_mb=60_000), v3)
-    with pytest.raises(ConfigError, match=r"weights alone do not fit: raise prefill\.ranks"):
+    with pytest.raises(ConfigError, match=r"not fit even without KV: raise prefill\.ranks"):
         plan_memory(deployment(ranks=4), v3)
 
 

@@ -202,7 +202,7 @@ def test_too_little_shared_memory_says_what_to_do() -> None:
 )
 @pytest.mark.parametrize(
     ("there_bytes", "remedy"),
-    [(100_000_000, r"Lower prefill\.kv_memory_mb"), (10_000_000, "weights alone do not fit")],
+    [(100_000_000, r"Lower prefill\.kv_memory_mb"), (10_000_000, "not fit even without KV")],
 )
 @pytest.mark.needs("compiler")
 def test_more_than_the_machine_has_is_refused_with_what_would_fit(

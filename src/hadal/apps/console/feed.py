@@ -45,7 +45,7 @@ _SLOW_PERIODS = 3
 _TRACE_WAIT_S = 1.0
 _MONEY_S = 86_400
 MOST_SPANS = 50_000
-"""Most requests of a day with which costs per tenant are shown: these need every request."""
+"""Maximum number of a day's requests for costs per tenant, which need every request."""
 _MONEY_WAIT_S = 1.0
 """Longest wait of a frame for the ledger, seconds; then the frame shows the last read figures."""
 _NUM_LINES = 60

@@ -61,8 +61,8 @@ class CallsForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt in tokens. `thinks`: the reply starts inside the reasoning. `has_thought`: the prompt
-    also has the reasoning's beginning. `may_think`: the model itself may begin a reasoning.
+    """Prompt in tokens. `thinks`: the prompt ends inside the reasoning. `has_thought`: it also has
+    text of that reasoning, beside its mark. `may_think`: the model itself may begin a reasoning.
     """
 
     ids: tuple[int, ...]

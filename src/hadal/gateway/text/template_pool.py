@@ -52,7 +52,8 @@ class TemplatePool:
     def _started(self) -> ConfinedProcess:
         try:
             return self._make()
-        except CheckpointError as error:  # It parsed before: the machine lacks memory or time.
+        # The template has parsed before: now the machine lacks memory or time.
+        except CheckpointError as error:
             log.warning("another process for chat templates failed to start: %s", error)
             raise overloaded(
                 503, "The process that renders chats does not start; try again.", 1.0

@@ -281,7 +281,7 @@ class DecodeMoving:
                 problems.append(f"slot {slot} is reserved for no request")
         for trip in self._trips.values():
             if self._key_to_slot.get(trip.key) != trip.source:
-                problems.append(f"{trip.key} moves from slot {trip.source} and is not there")
+                problems.append(f"{trip.key} moves from slot {trip.source}, which does not hold it")
             if trip.target is None:
                 continue
             state = SlotState.RESERVED if trip.lease is None else SlotState.FILLING

@@ -115,7 +115,7 @@ class SlotDrafts:
         return num_checked
 
     def planned(self, computed: Bools, num_drafts: int, num_requests: int, num_passes: int) -> None:
-        """Note that the plan is made for which `choose` was called."""
+        """Note that a plan was made with the last choice, so that the next `choose` decides anew."""
         self._chooser.repeated(num_requests, num_passes - 1)
         self._made[computed] = num_drafts
         self._next = None

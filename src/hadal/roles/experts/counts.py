@@ -76,7 +76,7 @@ class ExpertCounts:
             if len(part.expert_slot_counts) != 8 * shape[0] * shape[2]:
                 if not self._is_wrong_noted:
                     self._notes.append(
-                        f"rank {rank} counts {len(part.expert_slot_counts)} bytes where {shape} slots are"
+                        f"rank {rank} sent {len(part.expert_slot_counts)} bytes of counts for {shape} slots"
                     )
                 self._is_wrong_noted = True
                 return

@@ -62,7 +62,7 @@ def next_state(state: UnitState, move: UnitMove) -> UnitState:
 
 @dataclass(slots=True)
 class FleetUnit:
-    """Unit of one name. It may start and end many times."""
+    """State of the unit with this name, kept over all its starts and ends."""
 
     name: str
     role: str

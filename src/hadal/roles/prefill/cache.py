@@ -188,9 +188,7 @@ class PrefillCache:
         for prompt, rank, prefix in starts:
             held = self._pools[rank].lookup(slice_of(prompt.generation.chain, 0, prefix.num_memory))
             if len(held) != prefix.num_memory:
-                raise InvariantError(
-                    f"{self._unit}: what {prompt.key} found is not there any more."
-                )
+                raise InvariantError(f"{self._unit}: the cached blocks of {prompt.key} are gone.")
             self._pools[rank].acquire(held, prompt.key)
             prompt.rank, prompt.prefix, prompt.block_ids = rank, prefix, held
             prompt.num_named = prefix.num_memory

@@ -296,8 +296,8 @@ class PrefillLeader:
                 or len(done.tokens) != len(done.keys)
             ):
                 raise InvariantError(
-                    f"{self._identity.unit}: step {done.step_id} drew for chunks {done.keys}, not"
-                    f" {expected}."
+                    f"{self._identity.unit}: step {done.step_id} returned {len(done.tokens)} tokens for"
+                    f" chunks {done.keys}; expected one for each of {sorted(expected)}."
                 )
             self._written(step, {id(step.parts[key].prompt) for key in done.failed})
             for key, scores in done.scores.items():

@@ -64,7 +64,7 @@ class RankHoldings:
         """Blocks that each step in flight fetches, oldest step first. A step may never run."""
         self._num_freed: Counter[int] = Counter()
         self._num_written = 0
-        """Most positions that may be written for a slot that joined before the first step."""
+        """Maximum number of positions that may be written for a slot that joined before the first step."""
         self._num_drafts = 0
         """Speculative tokens (drafts) per slot, which the next plan verifies."""
 

@@ -107,9 +107,8 @@ class _KnownSegments:
             self._troubles.note_useless(error)
             return None
         except OSError as error:
-            self._number_to_stat.pop(
-                number, None
-            )  # The next scan may succeed even if the file does not change.
+            # The next scan may succeed even if the file does not change.
+            self._number_to_stat.pop(number, None)
             self._troubles.note_error("open", error)
             return None
         try:

@@ -1,4 +1,6 @@
-"""The console's feed: it survives any error while it reads from the server, and limits its reads of income."""
+"""The console's feed: it survives any error while it reads from the server, and shows costs per tenant
+only up to MOST_SPANS requests.
+"""
 
 from __future__ import annotations
 

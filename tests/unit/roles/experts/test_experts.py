@@ -385,5 +385,5 @@ def test_counts_of_another_size_are_told_once() -> None:
                 for rank in range(4)
             },
         )
-    assert list(unit.experts.notes) == ["rank 0 counts 2 bytes where (1, 4, 2) slots are"]
+    assert list(unit.experts.notes) == ["rank 0 sent 2 bytes of counts for (1, 4, 2) slots"]
     assert len(unit.experts.counts.window) == 0

@@ -308,7 +308,7 @@ def test_audit_answers_and_sees_a_leak() -> None:
 def test_wrong_results_are_a_bug() -> None:
     unit = prefill_leader()
     unit.handle(0.0, prefill())
-    with pytest.raises(InvariantError, match="drew for chunks"):
+    with pytest.raises(InvariantError, match="expected one for each of"):
         unit.handle(0.1, done(0))
     with pytest.raises(InvariantError, match="not the one that runs"):
         unit.handle(0.1, done(7))
