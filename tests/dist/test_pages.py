@@ -747,7 +747,7 @@ def test_pages_fit_a_phone(server: Server, browser: Browser) -> None:
             assert dark == "rgb(14, 20, 24)"
 
 
-@pytest.mark.promise("if the pages end, requests go on and the supervisor starts them again")
+@pytest.mark.promise("If the pages end, requests go on and the supervisor starts them again")
 def test_the_console_is_started_again_and_requests_do_not_notice(server: Server) -> None:
     pages_of(server)
     old_pid = server.kill("console")
