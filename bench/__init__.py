@@ -1,3 +1,3 @@
-"""Benchmarks, one module each. Most print a peer's figure or the machine's limit beside Hadal's. This
-package itself imports nothing heavy.
+"""Benchmarks, one module each. Most print Hadal's figure beside that of another engine or beside the
+machine's limit. Importing this package loads no other module.
 """

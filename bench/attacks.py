@@ -1,12 +1,12 @@
-"""Effect of one tenant's attacks on another tenant: number of answered requests, and median, p95 and
-worst time, first alone and then during each attack.
+"""Measure how one tenant's attacks affect another tenant's requests: the number of answered ones, and their
+median, p95 and longest time, first without an attack and then during it.
 
     python -m bench.attacks [--quick] [--checkout FOLDER] [--attack NAME ...]
 
-Each attack gets a server of its own, with two API keys without special rights. One key asks for 32 tokens again
-and again, first alone and then while a process with the other key attacks. `--checkout` serves
-another checkout, such as an earlier commit's, with the Python of its .venv if it has one. Bodies
-that are expensive before admission may raise the other tenant's p95 to 1.5 times its p95 alone.
+Each attack gets a server of its own, with two API keys without special rights. One key asks for 32 tokens
+again and again, first alone and then while a process with the other key attacks. `--checkout` serves another
+checkout, such as an earlier commit's, with the Python of its .venv if it has one. One claim is checked: while
+bodies that are costly before admission arrive, the other tenant's p95 is at most 1.5 times its p95 alone.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def prompts_of(random_: random.Random) -> list[str]:
 
 
 async def flood(address: Address, number: int, **fields: Any) -> None:
-    """Send 64 prompts with 8 choices each, again and again."""
+    """Send requests of 64 prompts with 8 choices each, one after the other; pause for 0.5 s after a refusal."""
     random_ = random.Random(number)
     while True:
         body = body_of(
@@ -109,7 +109,7 @@ async def flood(address: Address, number: int, **fields: Any) -> None:
 
 
 async def streams(address: Address, number: int) -> None:
-    """Send a stream of 256 tokens, and another as soon as it ends."""
+    """Request a stream of 256 tokens, and the next one as soon as it ends."""
     for turn in itertools.count():
         prompt = f"Number {number} {turn}: tell"
         body = body_of({"prompt": prompt, "max_tokens": 256, "stream": True})
@@ -178,7 +178,9 @@ async def big_ids(address: Address, number: int) -> None:
 
 
 def costly_bodies() -> list[tuple[str, bytes]]:
-    """Return (path, body) pairs near the largest size, with the highest cost before admission."""
+    """Return (path, body) pairs that cost most before admission: bodies near the largest accepted size, and a
+    schema of 400 levels.
+    """
     words = "So it goes, and no 2 of 345 lines are alike. " * (4 * MIB // 46)
     letters = "ab" * (2 * MIB - 1000)
     nested: dict[str, Any] = {"type": "string"}
@@ -212,7 +214,7 @@ async def costly(address: Address, number: int) -> None:
 
 @dataclass(frozen=True)
 class Attack:
-    """One kind of attack: the work of each of `num_tasks` tasks of the attacking process."""
+    """One kind of attack: the attacking process runs `task` `num_tasks` times concurrently."""
 
     name: str
     what: str
@@ -238,7 +240,7 @@ ATTACKS = {
 
 
 async def attack_for_ever(address: Address, attack: Attack) -> None:
-    """Run the attack. Prints a line when it begins."""
+    """Run the attack until the process is ended. Prints a line when it begins."""
     print("begun", flush=True)
     await asyncio.gather(*(_again(attack, address, number) for number in range(attack.num_tasks)))
 
@@ -300,7 +302,7 @@ def ask(address: Address, number: int) -> tuple[int, float]:
 
 
 def watch(address: Address, span_s: float, most: int, numbers: itertools.count[int]) -> Seen:
-    """Send requests one after the other, for `span_s` seconds, `most` requests at most."""
+    """Send requests one after the other for `span_s` seconds, at most `most` of them. Return their results."""
     times_s, refusals = [], []
     until_s = time.perf_counter() + span_s
     while time.perf_counter() < until_s and len(times_s) + len(refusals) < most:
@@ -335,7 +337,7 @@ def watch_attacked(
     try:
         assert attacker.stdout is not None
         attacker.stdout.readline()
-        time.sleep(min(3.0, max(1.25, span_s / 2)))  # Until the attack has reached its full load.
+        time.sleep(min(3.0, max(1.25, span_s / 2)))  # Let the attack reach its full load.
         seen = watch(address, span_s, 10_000, numbers)
         if attacker.poll() is not None:
             raise RuntimeError(
@@ -348,7 +350,7 @@ def watch_attacked(
 
 
 def show(rows: Sequence[tuple[Attack, Seen, Seen]]) -> None:
-    """Print the table."""
+    """Print a table with a row for each attack, then the claims."""
     table = table_of(
         "attack|alone p50|p95|worst|attacked: answered|p50|p95|worst|p50 ratio|refused with",
         "another tenant's requests of 32 tokens, one after the other",

@@ -1,10 +1,10 @@
-"""Decode balance of 144 simulated ranks: our rule beside the peers' rules, with stale loads and
-with requests that move.
+"""Compare Hadal's rule for placing decode requests with the rules of other systems, on 144 simulated ranks:
+with exact loads, with stale loads, and with requests that move.
 
     python -m bench.balance_decode [--quick] [--seeds 2] [--trigger 1.02]
 
-Balance is the mean load of the ranks over the largest, averaged over steps. Efficiency is the time
-that evenly loaded steps would take over the actual time. The published traces are read from
+Balance is the ranks' mean load divided by their largest load, averaged over steps. Efficiency is the time
+that evenly loaded steps would take, divided by the actual time. The published traces are read from
 HADAL_SHARED_DATA or shared/data beside the checkout, and skipped if missing.
 """
 
@@ -121,8 +121,8 @@ def measure(
 
 
 def show_time(console: Console) -> None:
-    """Print the CPU time of a decision. One arrival in a step costs most per arrival, because the
-    cost of the step's snapshot is not shared.
+    """Print the CPU time of a placement and of a choice of moves. A step with one arrival takes the most time
+    per placement, because no other arrival shares the cost of the step's snapshot.
     """
     world = World(
         r1_load(num=1000),
@@ -137,7 +137,7 @@ def show_time(console: Console) -> None:
     ):
         world.seat(rank, waiting)
     for _ in range(100):
-        world.run_step(None)  # Until some requests have ended and left free slots.
+        world.run_step(None)  # Let some requests end and leave free slots.
     view = world.exact
     for num in (1, 16):
         arrivals = [Arrival(1000 + 10 * index, 2000) for index in range(num)]
@@ -150,7 +150,8 @@ def show_time(console: Console) -> None:
             f"{num} arrivals a step: {1e6 * statistics.median(place_s):.0f} us of processor time a"
             f" placement (target {PLACE_TARGET_US:g})"
         )
-    # A trigger that is always met: the most expensive decision, using the whole budget.
+    # This trigger is always met, so this is the most expensive decision: it uses the whole budget
+    # of moves.
     running, terms, decide_s, moves = (
         world.movable(),
         MoveTerms(trigger=1.0, gain_steps=1e6),

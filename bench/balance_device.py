@@ -1,5 +1,5 @@
-"""A rank's process that acts as a device of its own: real messages, weights and tokens, but heavy ops take a
-device's time.
+"""Process of a rank in which heavy ops last as long as on a device of its own; messages, weights and tokens
+are real.
 
     python -m bench.balance_device serve --config FILE --run-folder FOLDER
     python -m bench.balance_device --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
@@ -60,7 +60,7 @@ class DeviceCosts:
 
 @dataclass
 class Overruns:
-    """Count of ops that computed for longer than the device would have."""
+    """Count of ops that computed for longer than the device would have needed."""
 
     num_ops: int = 0
     num_late: int = 0
@@ -99,8 +99,8 @@ def num_positions(state: MicroBatch) -> int:
 
 
 def lasting(op: Op, count: Callable[[MicroBatch], int], seconds: float, overruns: Overruns) -> Op:
-    """Return `op` extended to last `seconds` for each item that `count` finds, or as long as it
-    computes if that is longer.
+    """Return an op that runs `op`, then sleeps until `seconds` times the number that `count` returns have
+    passed since its start. If `op` itself takes longer, it does not sleep and is counted in `overruns`.
     """
 
     def run(state: MicroBatch, layer: LayerWeights, layer_index: int) -> Interval | None:

@@ -1,10 +1,11 @@
-"""Expert placements for measured DeepSeek-V3 loads: ours, DeepSeek's EPLB and the bound, on one core.
+"""Compare expert placements for measured DeepSeek-V3 loads: Hadal's, those of DeepSeek's EPLB, and an upper
+bound, on one core.
 
 `python -m bench.balance_experts [--eplb FOLDER]`. The loads are read from HADAL_SHARED_DATA or from
-shared/data beside the checkout. EPLB runs beside ours if it is installed or if its folder (with
-`eplb.py`) is given; otherwise its measured figures are printed, marked with *. Further tables:
-plans near the current one, plans for windows of steps, and traffic between nodes that plans cause. Times are
-medians of CPU time, one thread.
+shared/data beside the checkout. EPLB is run as well if it is installed or if its folder (with `eplb.py`) is
+given; otherwise figures that were measured before are printed, marked with *. Further tables: plans that may
+move only a share of the replicas, plans for windows of steps, and the traffic between nodes that plans cause.
+Times are medians of CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ MEASURED_EPLB = {
     "EP96 global": ".9630 / .912 / 2540",
     "decode 144 global": ".8657 / .661 / 2750",
 }
-"""Case and mode -> mean / worst layer of mean/max, and ms, of DeepSeek's eplb.py, on two shared cores and
-SGLang's load matrices (SGLang's issue 6017). Some averages are over other prompt lengths than ours (prefill
-in1024, 2048, 4096).
+"""Case and mode -> results of DeepSeek's eplb.py as "mean over layers / worst layer / ms". The first two are
+the balance: the ranks' mean load divided by their largest load. Measured on two shared cores with SGLang's
+load matrices (SGLang's issue 6017). Some averages are over other prompt lengths than ours (prefill in1024,
+2048, 4096).
 """
 
 
@@ -62,8 +64,9 @@ def find_eplb(folder: str | None) -> Callable[..., Any] | None:
 
 
 def bound(loads: Floats, mode: str, num_ranks: int, num_expert_slots: int) -> float:
-    """Return an upper bound of mean/max, averaged over layers: a rank has at least the heaviest replica, even if all
-    extra replicas go to heavy experts. Hierarchical: the exact maximum over all ways to deal the groups to nodes.
+    """Return an upper bound of the balance (mean / max of the ranks' loads), averaged over layers. Some rank
+    has the heaviest replica, even if all extra replicas go to the heaviest experts. Mode "hierarchical": the
+    balance of the nodes, as the exact maximum over all ways to deal two groups to each node.
     """
     share = loads / loads.sum(axis=1, keepdims=True) * num_ranks
     if mode == "hierarchical":

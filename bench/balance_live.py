@@ -1,12 +1,12 @@
-"""Gain of the balancers on a running server: one unit of several ranks under equal load, tokens per second with
-and without each balancer.
+"""Measure what the balancers gain on a running server: tokens/s of one unit of several ranks, with and
+without each balancer, under the same load.
 
     python -m bench.balance_live [--quick] [--scene NAME ...]
 
-Rows of *real compute* are the unchanged `hadal serve`, with ranks that share this machine's cores. Work that
-moves to another rank stays on the same cores, so balance changes no time, and these rows show the cost of
-balancing. Rows of *virtual devices* have the same server, messages, weights and tokens. But in each rank's
-process, attention and routed experts last as long as a device of its own would need for that work
+Scenes of *real compute* run the unchanged `hadal serve`, with ranks that share this machine's cores. Work
+that moves to another rank stays on the same cores, so balance changes no time, and these scenes show the cost
+of balancing. Scenes of *virtual devices* have the same server, messages, weights and tokens. But in each
+rank's process, attention and routed experts last as long as a device of its own would need for that work
 (bench/balance_device). There the slowest rank decides when a step ends, as on GPUs. The gain depends on the
 chosen costs of the device, which are printed.
 """
@@ -75,7 +75,7 @@ def decode_asks() -> list[Ask]:
 
 
 def prefill_asks() -> list[Ask]:
-    """Return prompts of one task that ask for one token each."""
+    """Return prompts of one task; each requests one output token."""
     return [
         Ask(prompt, 1)
         for prompt in task_prompts(TASK, lognormal_lengths(128, 400.0, 1.2, seed=5), seed=6)
@@ -110,8 +110,10 @@ def scenes() -> dict[str, Scene]:
 
 
 def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table:
-    """Return a table with a column for each variant. Tokens/s are medians over rounds, ratios over pairs of rounds.
-    Objectives are mean over maximum of the ranks. `slower ops`: share that computed for longer than the device.
+    """Return a table with a column for each variant. Tokens/s are medians over rounds. A ratio compares two
+    variants in the same round, and the median of the rounds is shown. An objective's value is the ranks' mean
+    divided by their maximum. `slower ops`: share of ops that computed for longer than the device would have
+    needed.
     """
     kind = (
         "REAL COMPUTE: the ranks share this machine's cores"
@@ -155,9 +157,10 @@ def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table
 
 
 def claims(scene: Scene, servers: Sequence[Served]) -> list[Claim]:
-    """Return the minimum gains of balancing on virtual devices: more equal ranks, and at least as many tokens/s.
+    """Return the claims for a scene of virtual devices: each balancer makes the ranks more equal, and both
+    together serve at least as many tokens/s.
 
-    Ranks that share cores show neither.
+    Ranks that share cores show neither, so a scene of real compute has no claims.
     """
     if scene.device is None:
         return []

@@ -1,5 +1,5 @@
-"""Gain of cutting prefill steps by cost: 32 synchronous ranks, simulated, our rule beside the
-peers' rules and targets.
+"""Measure the gain of cutting prefill steps by cost instead of tokens: Hadal's rule beside other systems'
+rules and beside targets, on 32 simulated ranks that step together.
 
     python -m bench.balance_prefill [--quick] [--ranks 32] [--tokens 8192] [--seed 0]
 
@@ -52,7 +52,9 @@ PUBLISHED = (
 
 
 def rules(load: UnitReport, num_tokens: int) -> dict[str, Callable[[], Rule]]:
-    """Return name -> maker of a fresh rule. Rules with a cost budget get the mean price of `num_tokens`, seconds."""
+    """Return name -> function that makes a fresh rule. A cost budget is the mean price of `num_tokens` tokens
+    of this load, in seconds.
+    """
     total_s = sum(RATES.chunk_s(a.num_cached, a.num_tokens) for a in load.arrivals)
     budget_s = num_tokens * total_s / sum(a.num_tokens for a in load.arrivals)
     return {
@@ -72,7 +74,7 @@ def mark(value: float, target: float, *, is_least: bool) -> str:
 
 
 def saturated(console: Console, load: UnitReport, limits: StepLimits, num_ranks: int) -> None:
-    """Print one table of a load: all rules, with the queue always full."""
+    """Print one table of a load: all rules, with a queue that is always full. Then print which targets ours met."""
     table = table_of(
         ("rule|efficiency|free|time|attention|tokens|tokens/rank/step|plan ms, median|p99"),
         f"{load.name}, saturated ({load.source}; {len(load.arrivals)} prompts)",

@@ -3,9 +3,10 @@
     step = fixed + max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens +
     mean_s * mean tokens
 
-Efficiency is the same sum with means instead of maxima and without the fixed cost, divided by the actual time:
-a rule that makes shorter steps pays for them. In each run one rule decides to which rank prompts go and how
-many tokens a step takes. `hadal.policy.prefill_balance` is called as in the live system.
+Efficiency is the same sum with means instead of maxima and without the fixed cost, divided by the actual
+time. So a rule that makes more, shorter steps loses efficiency by their fixed costs. In each run one rule
+decides to which rank prompts go and how many tokens a step takes. `hadal.policy.prefill_balance` is called as
+in the live system.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.views import PromptView
 
 STEP_S = 0.03
-"""Fixed seconds per step, estimated. 14 ms: a rank of DeepSeek-V3 at EP32 reads 40 GB of FP8 weights (9
-experts and the shared one in 58 layers, attention in 61, the head) at 2.8 TB/s, as if no product hid the reads.
-12 ms: 61 layers x 2 micro-batches x some 25 launches of 4 us each. The sum is rounded up.
+"""Estimated fixed seconds per step. 14 ms: a rank of DeepSeek-V3 at EP32 reads 40 GB of FP8 weights (9
+experts and the shared one in 58 layers, attention in 61, the head) at 2.8 TB/s, as if no product hid the
+reads. 12 ms: 61 layers x 2 micro-batches x some 25 launches of 4 us each. The sum is rounded up.
 """
 MEAN_S = 7.3e-5
 RATES = StepRates(3.3e-5, 1e-8, 2e-5, STEP_S)
@@ -66,8 +67,8 @@ that a step takes of each prompt.
 
 
 def by_tokens(dispatch: Callable[[Queues], int] | None) -> Rule:
-    """Return a rule with a token budget per rank, oldest first. Without `dispatch`, ranks with free
-    budget take prompts from a central queue.
+    """Return a rule that gives each rank the same token budget and computes its oldest prompts first. Without
+    `dispatch`, ranks with free budget take prompts from a central queue.
     """
 
     def rule(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
@@ -87,7 +88,9 @@ def by_tokens(dispatch: Callable[[Queues], int] | None) -> Rule:
 
 
 def by_cost(dispatch: Callable[[Queues], int], budget_s: float) -> Rule:
-    """Return a rule: equal seconds per rank, oldest first, and no rank above the token limit."""
+    """Return a rule that gives each rank the same budget of seconds, up to the token limit, and computes its
+    oldest prompts first.
+    """
 
     def rule(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
         while waiting:
@@ -161,7 +164,9 @@ def least_cost(queues: Queues) -> int:
 
 @dataclass(slots=True)
 class Outcome:
-    """Sums of one run. `attention`, `tokens` and `time` are the ranks' mean / max, averaged over time."""
+    """Sums of one run. `attention` (pairs), `tokens` and `time` are the balance of the ranks, mean / max,
+    averaged over time.
+    """
 
     actual_s: float = 0.0
     ideal_s: float = 0.0

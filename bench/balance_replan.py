@@ -23,12 +23,14 @@ CASES = (
     ("EP72", 72, 4, 0.16, 0.975),
     ("decode 144", 144, 2, 0.18, 1.0),
 )
-"""(name, ranks, expert slots per rank, share of slots that may move, target of mean/max)."""
+"""(name, ranks, expert slots per rank, share of slots that may move, target of the balance: mean / max of the
+ranks' loads).
+"""
 
 
 def sequences(folder: Path) -> dict[str, list[Floats]]:
-    """Return name -> successive loads: a drift of prefill and of decode loads (log-space
-    Ornstein-Uhlenbeck, 0.9 kept, sigma 0.2), and another decode mix at each plan.
+    """Return name -> successive loads, one per plan. Prefill loads and decode loads drift (Ornstein-Uhlenbeck
+    in log space: 0.9 of the deviation remains, sigma 0.2); "decode mixes" has another mix each time.
     """
     mixes = [read_loads(folder, name) for name in (*DECODE, DECODE[0])]
     random = np.random.default_rng(0)
@@ -44,7 +46,9 @@ def sequences(folder: Path) -> dict[str, list[Floats]]:
 
 
 def replans(console: Console, folder: Path) -> None:
-    """Print one row per case and sequence: means over its re-plans, and the lowest balance over the greedy plan's."""
+    """Print one row per case and sequence: means over its re-plans, and the lowest ratio of a plan's balance
+    to the greedy plan's.
+    """
     table = table_of(
         "case|loads|moved|balanced|stale|of greedy|least|+ split|ms|1 layer ms",
         "replicas moved per plan, % of slots (EPLB from scratch: 93 to 97 *)",
@@ -108,7 +112,9 @@ def replans(console: Console, folder: Path) -> None:
 def one_layer_ms(
     today: Placement, loads: Floats, cluster: Cluster, max_moves: int, target: float
 ) -> float:
-    """Return the median ms of planning one layer with weighted replicas, as a leader does, over every 8th layer."""
+    """Return the median CPU time, ms, of planning one layer with weighted replicas, as a leader does; every
+    8th layer is measured.
+    """
     times = []
     for layer in range(0, len(loads), 8):
         now = Placement(today.num_experts, today.slot_to_expert_LRS[layer : layer + 1])
@@ -124,8 +130,8 @@ def one_layer_ms(
 
 
 def windows(console: Console, folder: Path) -> None:
-    """Print plans for windows of steps that alternate between decode mixes. A plan is made for 12 steps
-    and judged on 24 other steps of the same kind.
+    """Print the balance of plans for windows of steps. Each step has a random one of the decode mixes. A plan
+    is made for 12 steps, and its balance is measured on 24 other steps.
     """
     table = table_of(
         "case|plan|for the sums|for the steps|ms",

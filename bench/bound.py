@@ -1,5 +1,5 @@
-"""Lower bound of the time of a prefill or a decode step: weight bytes over memory bandwidth, FLOPs over the GEMM
-rate.
+"""Lower bound of the time of a prefill or a decode step: bytes read divided by memory bandwidth, or FLOPs
+divided by the GEMM rate if that is longer.
 
 Counts what the algorithm needs, independent of the engine: an expert's weights are read once if any token of
 the step uses it, and attention in decode is MLA's absorbed form over the latent cache. Activations and products
@@ -26,13 +26,15 @@ class Cost:
     flops: float
 
     def seconds(self, limits: Limits) -> float:
-        """Return the lower bound. Reading and multiplying can overlap, so the longer one counts."""
+        """Return the lower bound of the step's seconds. Reading and multiplying can overlap, so the longer
+        one counts.
+        """
         return max(self.num_bytes / limits.read_bytes_per_s, self.flops / limits.gemm_flops_per_s)
 
 
 def prefill_cost(config: ModelConfig, num_tokens: int, weight_bytes: int = FP32_BYTES) -> Cost:
-    """Return the cost of a whole prompt: every token through every layer, keys and values expanded
-    once, one row of logits. `weight_bytes`: bytes of one weight.
+    """Return the cost of a whole prompt: every token passes every layer, keys and values are expanded once,
+    and one row of logits is computed. `weight_bytes`: bytes of one weight.
     """
     heads = config.num_attention_heads
     scores = (

@@ -54,7 +54,9 @@ _WIDTH = 120
 
 @functools.cache
 def priced(command: str) -> dict[str, Any]:
-    """Return the result of `hadal step COMMAND --json`. Raises ValueError with its message."""
+    """Return the result of `hadal step COMMAND --json`. Raises ValueError with the command's error message if
+    it fails.
+    """
     result = CliRunner().invoke(app, ["step", *shlex.split(command), "--json"])
     if result.exit_code:
         raise ValueError(f"hadal step {command}: {result.stderr}")

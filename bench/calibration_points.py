@@ -14,8 +14,8 @@ AIM, SET, HELD = "aim", "set on it", "hold-out"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One published value. If `over` is set, the compared value is a ratio: `field` as `command`
-    prices it, over `field` as `over` prices it.
+    """One published value. If `over` is set, the compared value is a ratio: `field` as `command` prices it,
+    divided by `field` as `over` prices it.
     """
 
     id: str
@@ -365,6 +365,6 @@ LOW_LATENCY = (
 LOW_LATENCY_H100 = ((16, 45.7, 59.6), (64, 94.0, 160.3), (128, 166.8, 304.7), (256, 301.1, 579.5))
 """(tokens, dispatch us, combine us): H100, EP64, AIConfigurator 0.12 (sglang 0.5.6)."""
 NORMAL = ((32, 58.0, 57.0), (64, 51.0, 50.0))
-"""(ranks, dispatch GB/s, combine GB/s): DeepEP README, April 2025, H800, 4,096 tokens; includes the
-copy to the own node.
+"""(ranks, dispatch GB/s, combine GB/s): DeepEP README, April 2025, H800, 4,096 tokens; includes the copy to
+the sender's own node.
 """

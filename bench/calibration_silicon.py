@@ -1,9 +1,10 @@
-"""Measured serving rows of DeepSeek-R1/V3 (InferenceX, from aiconfigurator-core 0.12) beside priced decode steps.
+"""Compare measured serving rows of DeepSeek-R1/V3 (InferenceX, from aiconfigurator-core 0.12) with priced
+decode steps.
 
 Only rows that the model describes are used: disaggregated decode, data-parallel attention over the same ranks
 as the experts, known requests per rank, and enough concurrency to fill them. The table does not record drafts
-(speculative tokens), so rows measured with drafts look faster than any step. Use it as a check of the whole,
-not for fitting.
+(speculative tokens), so rows measured with drafts look faster than any step. Use the comparison as a check of
+the whole model, not for fitting.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ MID: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "bench_revision": 2,  # Increment if the weights are drawn in another way; readers ignore it.
 }
-"""0.33 B parameters, 0.08 B active; V3's parts, each smaller."""
+"""Config of the generated model: 0.33 B parameters, 0.08 B active. It has all parts of V3, each smaller."""
 
 # A residual stream dominated by the embedding makes greedy texts differ. With equal standard
 # deviations every sequence of a batch soon repeats one token, all choose the same experts, and a
@@ -77,7 +77,7 @@ EMBEDDING_STD, HEAD_STD, WEIGHT_STD = 1.0, 0.25, 0.02
 
 
 def mid_model(vocab_size: int = MID["vocab_size"]) -> Path:
-    """Return the folder of the generated model. The first call makes it: seconds and 1.3 GB, or
+    """Return the folder of the generated model. The first call makes it, which takes seconds and 1.3 GB, or
     minutes and 1.9 GB with V3's vocabulary size.
     """
     folder = MODELS / ("mid" if vocab_size == MID["vocab_size"] else f"mid-{vocab_size}")
@@ -151,7 +151,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 proportions; Moonlight-16B-A3B; and GigaChat3-10B-A1.8B as far as its shapes are known (16 and 11 B parameters).
 """
 _SCALES = "_scale_inv"
-"""Suffix of the tensor with the scales for a tensor's codes."""
+"""Suffix of the name of the tensor that has an FP8 tensor's scales."""
 _FP8_FIELDS = {
     "quant_method": "fp8",
     "fmt": "e4m3",

@@ -1,10 +1,12 @@
-"""Share of a fleet that one core can schedule: the production roles at the published size, under priced steps.
+"""Measure which share of a fleet one core can schedule: the production roles at the published size, with
+steps that take the step model's times.
 
     python -m bench.control_plane [--quick] [--seconds N] [--profile] [--collect]
 
 9 decode units of 144 ranks and 29 prefill units of 32; 2,000 requests/s (about the published peak) with 1,650
-tokens to compute and 400 to generate, exponentially distributed. `--quick`: a ninth of the fleet. Figures are CPU time
-of this process. Garbage collection of cycles is off: nothing here is cyclic, and a fleet is many objects.
+tokens to compute and 400 to generate, exponentially distributed. `--quick`: a ninth of the fleet. Figures are
+CPU time of this process. Garbage collection of cycles is off: nothing here is cyclic, and scanning a fleet's
+many objects takes time.
 """
 
 from __future__ import annotations

@@ -128,7 +128,8 @@ class World:
         self._ends: dict[int, list[tuple[int, int]]] = {}
         self._reports: deque[tuple[Ints, Ints, int]] = deque(maxlen=stale_steps + 1)
         for index in self._first(num_ranks * num_running).tolist():
-            # In the middle of its run: one part of the output exists, the other part follows.
+            # This request starts in the middle of its run: one part of its output exists, the other
+            # part follows.
             num_done = int(self.random.integers(0, load.output_N[index]))
             self.waiting.append(
                 Waiting(int(load.input_N[index]) + num_done, int(load.output_N[index]) - num_done)

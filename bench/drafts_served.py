@@ -1,5 +1,5 @@
-"""Servers with drafts (speculative decoding) beside one without: tokens/s and time between tokens at the client,
-in alternating rounds, on hadal-tiny's own tasks.
+"""Compare servers with drafts (speculative decoding) with one without: tokens/s and time between tokens at
+the client, in alternating rounds, on hadal-tiny's own tasks.
 
     python -m bench.drafts_served [--drafts auto 1 2] [--concurrency 1 8] [--rounds 5] [--chats 32]
 

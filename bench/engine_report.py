@@ -127,7 +127,8 @@ AIMS: dict[str, dict[str, float]] = {
     "llama.cpp bf16": {"": 1.0},
     "llama.cpp q8_0": {"decode B=1": 0.7, "decode": 1.0},
 }
-"""Peer -> point, kind of point, or "" for all other points -> Hadal's speed as a multiple of the peer's to aim at.
+"""Peer -> point, kind of point, or "" for all other points -> aim for Hadal's speed, as a multiple of the
+peer's speed.
 """
 
 
@@ -166,8 +167,8 @@ def report(result: EngineResult, console: Console) -> None:
 
 
 def table(result: EngineResult, model: ModelResult) -> Table:
-    """Return a table of tokens per second by point: the bound, Hadal and its share of the bound,
-    and every peer with Hadal's multiple of it.
+    """Return a table of tokens per second by point: the bound, Hadal and its share of the bound, and every
+    peer with Hadal's speed as a multiple of the peer's.
     """
     config = model.config
     title = (

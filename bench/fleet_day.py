@@ -1,12 +1,13 @@
-"""The published day under the production fleet role, with load as a fluid instead of requests: nodes hour by hour,
-and the effect of each setting on their number.
+"""Simulate the published day under the production fleet role, with load as a fluid instead of requests.
+Prints the nodes hour by hour, and the effect of each setting on their number.
 
     python -m bench.fleet_day [--seed N] [--hours-only]
 
-Capacities are read off published points, not priced here, so the tables show the effect of the *policy*: decode
-128 requests per GPU at 55 ms per token (DeepSeek's profile) and 88 at 47.6 ms (its day's mean), prefill 7,839
-tokens/s per GPU, with 43.7 % of a prompt to compute. The promise is 20 tokens/s per user, TPOT 50 ms. The shape
-of the day is known from the day before. Dollars are node-hours at $2 per GPU-hour.
+Capacities are taken from published points instead of the step model, so the tables show the effect of the
+*policy*. Decode: 128 requests per GPU at 55 ms per token (DeepSeek's profile) and 88 at 47.6 ms (its day's
+mean). Prefill: 7,839 tokens/s per GPU, with 43.7 % of a prompt to compute. The promise is 20 tokens/s per
+user, a TPOT of 50 ms. The shape of the day is known from the day before. Dollars are node-hours at $2 per
+GPU-hour.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Cost of a token in the gateway, by module: microseconds of a core.
+"""Measure the gateway's CPU time per token, in microseconds, by module.
 
     python -m bench.gateway_parts [--model mid] [--streams 32] [--checkout OLD]
 
-Streams run together. The gateway's CPU time is measured first. Then py-spy (of the test tools) samples it 200
-times per second, for the share of each module. A sample counts for the innermost of our modules on the stack,
-so the kernel's send counts for the module that writes. "event loop": none of our modules is on the stack.
+All streams run at the same time. The gateway's CPU time is measured first. Then py-spy (of the test tools)
+samples it 200 times per second, for the share of each module. A sample counts for the innermost of our
+modules on the stack, so the kernel's send counts for the module that writes. "event loop": none of our
+modules is on the stack.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def measure(server: Server, folder: Path, num_streams: int, num_tokens: int) -> 
         look_until(lambda: time.monotonic() > until_s, answers, LOOK_S)
         used_s = cpu_seconds(tree_of(pid)) - before_s
         num_after = [each.num_events for each in answers]
-        # After the measurement: py-spy itself uses a core.
+        # py-spy runs after the CPU time is measured, because it uses a core itself.
         spy = look(pid, Path(scratch) / "looks")
         look_until(lambda: spy.poll() is not None, answers, LOOK_S)
         if spy.returncode:

@@ -1,5 +1,5 @@
-"""Hadal as a Subject: the Runner of a rank, with plans like those of its leaders and with sampling,
-but without the server.
+"""Hadal as a Subject (bench/subject): a rank's Runner executes plans like those of the leaders (schedulers),
+with sampling, but without the server.
 
 python -m bench.hadal_engine MODEL_FOLDER THREADS [fp32]
 """
@@ -34,7 +34,7 @@ CHUNK_TOKENS = Deployment().chunk_tokens
 
 
 def _bind(threads: int) -> None:
-    """Bind the caller's kernel team to cores, as a server does."""
+    """Bind the calling thread's team of kernel threads to cores, as a server does."""
     made: Queue[PinnedTeam] = Queue()
 
     def look() -> None:
@@ -49,8 +49,8 @@ def _bind(threads: int) -> None:
 
 
 class HadalSubject:
-    """Prefill in chunks as a prefill leader cuts them; decode with plans that list only changes, as a decode
-    leader sends them.
+    """Engine that prefills in chunks, as a prefill leader cuts them, and decodes by plans that list only
+    changes, as a decode leader sends them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HadalSubject:
         self.note = f"weights {kind}, {isa()} kernels, chunks of {CHUNK_TOKENS}"
 
     def prefill(self, num_tokens: int) -> float:
-        """Return the seconds of one prompt, chunk after chunk, up to its first token."""
+        """Return the seconds that one prompt's prefill takes, chunk after chunk, up to its first token."""
         prompt = self._prompts(1, num_tokens)[0]
         start = time.perf_counter()
         self._prefill(0, prompt)

@@ -1,5 +1,5 @@
-"""Units over several hosts: time of a plan and of a start, and the cost of a step compared with one
-host and with no encryption.
+"""Measure units that span several hosts: the time of a launch plan and of a start, and the cost of a step
+compared with one host and with two hosts without encryption.
 
     python -m bench.hosts [--quick] [--model mid] [plan|start|step ...]
 
@@ -123,7 +123,9 @@ class Deployed:
     url: str
 
     def ask(self, model: Path, batch: int, num_tokens: int, context: int = CONTEXT) -> list[Sample]:
-        """Return `batch` concurrent streams of `num_tokens` after prompts of `context` tokens."""
+        """Send `batch` concurrent requests for `num_tokens` tokens, with prompts of `context` tokens. Return
+        their measurements.
+        """
         vocab_size = read_model_config(model).vocab_size
         asked = [
             random_body(model.name, prompt, num_tokens)
@@ -144,7 +146,7 @@ class Round:
 
     tokens_per_s: float
     gaps_s: list[float]
-    """Seconds between two tokens of a stream."""
+    """Seconds between consecutive tokens, of all streams."""
 
 
 def one_round(deployed: Deployed, model: Path, batch: int, length: int) -> Round:

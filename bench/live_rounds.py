@@ -71,8 +71,8 @@ class Scene:
 
     def deployment(self, variant: Variant) -> str:
         other = "decode" if self.role == "prefill" else "prefill"
-        # A unit's step is the sum of its ops only without overlap, and only then do differences
-        # between devices show in full.
+        # Without overlap a step takes the sum of its ops' times. Only then do differences between
+        # the ranks' devices show in full.
         overlap = "" if self.device is None else 'overlap = "sequential"\n'
         return (
             f"{self.top}[{other}]\nthreads = 1\nkv_memory_mb = 512\nmax_requests = 128\n"
@@ -110,8 +110,8 @@ class Served:
 
     @property
     def late_share(self) -> float | None:
-        """Share of the ranks' ops that computed for longer than their device; None without devices,
-        or before the first report.
+        """Share of the ranks' ops that computed for longer than their device would have needed; None without
+        devices, or before the first report.
         """
         log = self.running.log.read_text(errors="replace")
         last = {rank: (int(late), int(ops)) for rank, late, ops in re.findall(LATE, log, re.M)}
@@ -133,7 +133,7 @@ class Served:
         return statistics.mean(values) if values else None
 
     def over(self, base: Served) -> float:
-        """Return tokens per second over those of `base`: median of the ratios, round by round."""
+        """Return the ratio of this server's tokens/s to those of `base`, as the median over rounds."""
         pairs = zip(self.windows, base.windows, strict=True)
         return statistics.median(mine.tokens_per_s / other.tokens_per_s for mine, other in pairs)
 

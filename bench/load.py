@@ -67,7 +67,7 @@ class _Pieces(httpx.AsyncByteStream):
 
 
 async def stream(address: Address, endpoint: str, body: Mapping[str, Any], key: str = "") -> Sample:
-    """Send a body, streamed, and return the measurements; times are of time.perf_counter().
+    """Send `body` as a streamed request and return its measurements; times are values of time.perf_counter().
 
     `endpoint`: chat or completions. `key`: its tenant's key; empty: none. Raises RuntimeError if
     the request fails.
@@ -95,7 +95,7 @@ def token_ms(samples: Sequence[Sample]) -> list[float]:
 
 
 def spans(values_ms: Sequence[float], digits: int, share: float = 0.95) -> str:
-    """Return the median and a percentile as table text."""
+    """Return the median and the percentile `share` of the values as table text."""
     return ", ".join(f"{percentile(values_ms, at):.{digits}f}" for at in (0.5, share))
 
 
@@ -129,7 +129,9 @@ async def keep_asking(
     rng: random.Random,
     key: str = "",
 ) -> list[Sample]:
-    """Send one random stream after the other. `shape`: tokens in and out. `key`: a tenant's key."""
+    """Send random streamed requests one after the other until `until_s` (time.perf_counter()). Return their
+    measurements. `shape`: (prompt tokens, output tokens). `key`: a tenant's key; empty: none.
+    """
     done = []
     while time.perf_counter() < until_s:
         prompt = [rng.randrange(20, 900) for _ in range(shape[0])]

@@ -1,7 +1,7 @@
 """Limits of this machine, and other load on it: memory bandwidth, FP32 GEMM rate, CPU time of other processes.
 
-Every figure is printed beside these limits. They are measured in the same run, because a shared machine's speed
-varies.
+Benchmarks print their figures beside these limits. The limits are measured in the same run, because a shared
+machine's speed varies.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _stats() -> dict[int, list[str]]:
     stats = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            # The process has just ended.
+            # The process may have just ended.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 stats[int(entry.name)] = (entry / "stat").read_text().rsplit(")", 1)[1].split()
     return stats

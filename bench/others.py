@@ -1,11 +1,11 @@
-"""Slowdown of requests by other requests on the same server: a user's streams beside a batch, and a new
-prompt beside running streams.
+"""Measure how requests slow down other requests on the same server: a batch slows a user's streams, and
+running streams slow a new prompt.
 
     python -m bench.others [--quick] [--checkout OLD]
 
-On hadal-tiny: 400 requests, 32 at a time, against the same requests as lines of a batch; two
-streams alone and beside a batch of 2,000 lines. On hadal-tiny and mid: time to first token of a
-prompt of 512 tokens beside 16 streams.
+On hadal-tiny: 400 requests, 32 at a time, compared with 400 like them as lines of a batch; two streams alone
+and beside a batch of 2,000 lines. On hadal-tiny and mid: time to first token of a prompt of 512 tokens beside
+16 streams.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def direct_s(running: Running, round_: int) -> float:
 
 
 async def two_streams(running: Running, seconds: float) -> list[Sample]:
-    """Return the samples of a user with two streams."""
+    """Return the measurements of a user who keeps two streams open for `seconds`."""
     until_s, rng = time.perf_counter() + seconds, random.Random(seconds)
     one, other = await asyncio.gather(
         *(keep_asking(running.address, SHIPPED.name, (40, 80), until_s, rng) for _ in range(2))
@@ -90,7 +90,7 @@ async def two_streams(running: Running, seconds: float) -> list[Sample]:
 
 
 async def prompts_beside(running: Running, model: str, seconds: float) -> list[Sample]:
-    """Return the samples of 512-token prompts that were sent while 16 streams ran."""
+    """Return the measurements of 512-token prompts that were sent while 16 streams ran."""
     until_s, rng = time.perf_counter() + seconds, random.Random(7)
     beside = [keep_asking(running.address, model, (20, 300), until_s, rng) for _ in range(16)]
     prompts = keep_asking(running.address, model, (512, 2), until_s - 1.0, rng)
@@ -99,7 +99,7 @@ async def prompts_beside(running: Running, model: str, seconds: float) -> list[S
 
 
 def times(name: str, streams: Sequence[Sample]) -> tuple[str, str, str]:
-    """Return a row of the table."""
+    """Return a table row: `name`, ms between tokens, ms to the first token."""
     return name, spans(token_ms(streams), 2), spans(first_ms(streams), 1)
 
 

@@ -4,10 +4,10 @@ real FP32 compute on limited links.
     python -m bench.overlap [--quick] [--tokens 256] [--minutes 4] [--dispatch-format fp32]
                             [--only real]
 
-The first part has no requirements: ops are timed sleeps, messages are real. The second part needs
-root and `tc`: ranks in network namespaces, a model's real ops, communication about 0.5, 1 and 2
-times computation. It runs until enough repetitions are clean of other processes, or for `--minutes`
-per link; on a busy machine it prints "not measured".
+The first part has no requirements: ops are timed sleeps, messages are real. The second part needs root and
+`tc`: ranks in network namespaces, a model's real ops, communication about 0.5, 1 and 2 times computation. It
+runs until enough repetitions were not disturbed by other processes, or for `--minutes` per link; on a busy
+machine it prints "not measured".
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ PARTS = ("virtual", "real")
 
 
 def virtual(console: Console, *, quick: bool) -> list[str]:
-    """Run EP2 and EP4, balanced and decode-like."""
+    """Measure virtual devices with EP2 and EP4 (quick: EP2), in the balanced and the decode-like case. Return
+    results and claims as lines of text.
+    """
     lines = []
     for num_ranks in (2,) if quick else (2, 4):
         with Ranks(num_ranks) as ranks:
@@ -56,7 +58,9 @@ def real(
     limit_s: float,
     ratios: Sequence[float],
 ) -> list[dict[str, Any]]:
-    """Calibrate once, then measure on each link in turn."""
+    """Calibrate once, then measure on each link in turn, for at most `limit_s` per link. Return a report per
+    link; none if links cannot be made here.
+    """
     reason = why_not()
     if reason is not None:
         console.print(f"[yellow]real compute is skipped: {reason}[/yellow]")

@@ -47,8 +47,8 @@ HEAD_BYTES = 8
 
 @dataclass(frozen=True)
 class DeviceCase:
-    """Milliseconds per op of one micro-batch in one layer; dispatch and combine at the link's rate.
-    A full batch is two micro-batches.
+    """Milliseconds per op of one micro-batch in one layer; those of dispatch and combine are at the link's
+    rate. A full batch is two micro-batches.
     """
 
     name: str
@@ -83,7 +83,7 @@ DECODE_LIKE = DeviceCase("decode-like", 8.0, 8.0, 0.5, 8.0, 1.0, 4.0, 8.0)
 
 
 class VirtualDevice:
-    """One rank. An executor calls `run_op` for (micro-batch, layer, op)."""
+    """Device of one rank. An executor calls `run_op` for (micro-batch, layer, op)."""
 
     def __init__(
         self, group: Group, case: DeviceCase, num_micro_batches: int, what: str = "both"
@@ -202,7 +202,7 @@ def _sleep_until(when_s: float) -> None:
 
 VARIANTS = (FULL, PREFILL, DECODE)
 PREFILL_BAR, DECODE_BAR, MAX_OVER_PRICE = 1.75, 1.5, 1.05
-"""Minimum speed-ups over one full batch in sequence; maximum of measured over priced time."""
+"""Minimum speed-ups against one full batch in sequence; largest measured time, as a multiple of the priced time."""
 
 
 @dataclass
@@ -223,11 +223,11 @@ class VirtualResult:
         return min(self.seconds[variant.name])
 
     def speed_up(self, variant: Variant) -> float:
-        """Return the speed-up over one full batch."""
+        """Return the speed-up against one full batch."""
         return self.fastest_s(FULL) / self.fastest_s(variant)
 
     def error(self, variant: Variant) -> float:
-        """Return measured over priced time."""
+        """Return the measured time as a multiple of the priced time."""
         return self.fastest_s(variant) / self.priced_s[variant.name]
 
     def __str__(self) -> str:
@@ -243,7 +243,7 @@ class VirtualResult:
 def measure_virtual(
     ranks: Ranks, case: DeviceCase, num_pairs: int, variants: Sequence[Variant] = VARIANTS
 ) -> VirtualResult:
-    """Run every variant `num_pairs` times in turn. Its price comes from the case's op times and the
+    """Run every variant `num_pairs` times in turn. A variant's price comes from the case's op times and the
     measured times of the link.
     """
     ranks.ask({"do": "device", "case": asdict(case)})
@@ -261,7 +261,9 @@ def measure_virtual(
 
 
 def claims(result: VirtualResult) -> list[Claim]:
-    """Return the speed-ups that the schedule made for a case must reach in it, and the limits of its price error."""
+    """Return the claims of a case: the speed-up that the schedule made for this case must reach, and the
+    largest errors of prices.
+    """
     if result.case.name == BALANCED.name:
         chosen, bar, what = PREFILL, PREFILL_BAR, "hides a balanced link"
     else:

@@ -1,5 +1,5 @@
-"""One rank of a real model in FP32: the ops of model/block in the order in which model/execute walks them; tokens
-travel through comm/.
+"""One rank of a real model in FP32: the ops of model/block in the order in which model/execute runs them;
+tokens travel through comm/.
 
 The weights are random, so the output means nothing. The gate, its uneven routing, the messages and their cost
 are real. Every layer, also the last, is a MoE layer and runs on all tokens, so that all layers cost the same. A
@@ -220,8 +220,8 @@ class ModelRank:
         """Run one step. `what` is "both", "compute" or "link"; "link" replays the exchanges of the
         last run with that number of micro-batches.
 
-        Returns end_s. "both" and "compute" add op times, bytes (counted, and by the formula) and a
-        digest of the outputs; "link" adds the times of dispatches and combines on the link.
+        Returns end_s. "both" and "compute" add CPU seconds, op times, bytes (counted, and by the formula) and
+        a digest of the outputs; "link" adds the times of dispatches and combines on the link.
         """
         num_micro_batches = question["num_micro_batches"]
         if question["what"] == "link":

@@ -5,7 +5,7 @@
     model   become a rank of a real model (bench/overlap_model)
     run     run a schedule from a given time on
 
-One process can serve several works in turn, each under a name (`work`).
+One process can have several devices and models, each under a name (`work`), and runs one at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Answer = dict[str, Any]
 
 
 class Work(Protocol):
-    """A work that a rank can run: a virtual device or a real model."""
+    """Workload that a rank can run: a virtual device or a real model."""
 
     def run(self, question: Answer) -> Answer:
         """Run from time `start_s` on. Return `end_s` and the measurements."""

@@ -36,8 +36,8 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """Context manager: `with Ranks(2) as ranks:`. Ranks listen on `addresses`; `prefixes` are put
-    before their commands, to run them as another host.
+    """Rank processes, as a context manager: `with Ranks(2) as ranks:`. Ranks listen on `addresses`;
+    `prefixes` are put before their commands, to run them as another host.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _Rank:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            # The rank writes its threads' stacks to its log.
+            # On this signal the rank writes its threads' stacks to its log.
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(STACKS_S)
             raise RankFailed(
@@ -153,7 +153,7 @@ class _Rank:
         """End the process: close its stdin, and kill it after STOP_TIMEOUT_S."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError):  # The process has ended already.
+        with contextlib.suppress(OSError):  # The process may have ended already.
             self._process.stdin.close()
         try:
             self._process.wait(STOP_TIMEOUT_S)

@@ -1,5 +1,5 @@
-"""Overlap with real FP32 compute: rounds of all variants in turn, on a link of a given rate, until enough rounds
-are clean.
+"""Measure overlap with real FP32 compute: rounds of all variants in turn, on a link of a given rate, until
+enough runs are clean.
 
 A round runs each schedule of the step once, and compute and link alone. A run in which other processes used
 more than FOREIGN_MAX of the machine is dropped and counted. A pair is one full batch and another variant of the
@@ -67,7 +67,7 @@ class Series:
         return statistics.median(seconds) if seconds else None
 
     def ratios(self, over: str, under: str) -> list[float]:
-        """Return seconds of `over` over seconds of `under`, for rounds in which both were clean."""
+        """Return the seconds of `over` divided by those of `under`, for each round in which both were clean."""
         return [
             r[over].seconds / r[under].seconds
             for r in self.rounds
@@ -91,7 +91,7 @@ def spread(values: Sequence[float]) -> str:
 
 ALL = (*SCHEDULED, COMPUTE, LINK, COMPUTE_FULL, LINK_FULL)
 SPLIT = (TWO, PREFILL, DECODE)
-"""Variants with the same micro-batches: their outputs are equal to the bit."""
+"""Variants with the same micro-batches: their outputs must be equal to the bit."""
 PAYLOAD_SHARE = 0.955
 """Payload's share of a limited link's rate; the rest is headers."""
 CALIBRATION_RATE_BYTES_PER_S = 100e6
@@ -249,13 +249,17 @@ SPEED_UP_BAR, IDEAL_BAR, MAX_REGRET = 1.5, 0.75, 0.05
 
 
 def speed_up(result: RealResult, variant: Variant, num_pairs: int) -> float | None:
-    """Return the speed-up over one full batch, median of clean pairs; None if there are too few."""
+    """Return the speed-up against one full batch, as the median of the clean pairs; None if there are fewer
+    than `num_pairs`.
+    """
     ratios = result.series.ratios(FULL.name, variant.name)
     return statistics.median(ratios) if len(ratios) >= num_pairs else None
 
 
 def of_ideal(result: RealResult, variant: Variant, num_pairs: int) -> float | None:
-    """Return the longer of compute and link alone over the measured time; None if the speed-up is not measured."""
+    """Return the ideal time (the longer of compute alone and link alone) divided by the measured time; None
+    if one is not measured.
+    """
     ideal_s, median_s = result.ideal_s(), result.series.median_s(variant.name)
     if ideal_s is None or median_s is None or speed_up(result, variant, num_pairs) is None:
         return None
@@ -263,8 +267,8 @@ def of_ideal(result: RealResult, variant: Variant, num_pairs: int) -> float | No
 
 
 def regret(result: RealResult) -> tuple[Variant, float] | None:
-    """Return the cheapest variant by price, and its slowdown against the fastest measured one; None
-    if a measurement is missing.
+    """Return the cheapest variant by price, and its slowdown against the fastest measured one, as a share
+    (0.05 if it is 5 % slower); None if a measurement is missing.
     """
     prices = result.prices()
     medians = {variant.name: result.series.median_s(variant.name) for variant in SCHEDULED}

@@ -62,5 +62,5 @@ CANDIDATES: tuple[Variant, ...] = (FULL, PREFILL, DECODE)
 
 
 def cheapest(prices: dict[str, Price], candidates: Sequence[Variant] = CANDIDATES) -> Variant:
-    """Return the variant that a leader would run."""
+    """Return the variant with the lowest price, which a leader (scheduler) would run."""
     return min(candidates, key=lambda variant: prices[variant.name].total_s)

@@ -3,8 +3,9 @@
     exchange 1   |posted ----- link busy -----|latency|
     exchange 2      |posted, queued           ------ link busy -----|latency|
 
-One link per rank, first in, first out; the larger of its two directions counts. Waiting costs no CPU, which
-hides the machine's noise: it is a model of a link, not evidence about a network. Independent of the payload.
+One link per rank, first in, first out; the larger of its two directions counts. Waiting costs no CPU, so the
+machine's noise has little effect. This is a model of a link, not evidence about a network. Independent of the
+payload.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class PacedExchange:
         self._interval: Interval | None = None
 
     def wait(self) -> dict[int, Tensor]:
-        """Return the inner exchange's messages, later. Raises PeerLost."""
+        """Return the inner exchange's messages when the link would have carried them. Raises PeerLost."""
         received = self._inner.wait()
         if self._interval is None:
             num_bytes = max(self._sent_bytes, sum(tensor.numel() for tensor in received.values()))

@@ -2,10 +2,10 @@
 
     python -m bench.plan_fit [--quick]
 
-A simulated unit receives DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at the
-rate at which the planner expects a given number of prompts per rank and step. Printed: the
-simulated step and TTFT; the planner's values (lab/sim/plan/units) for a step with as many tokens
-and for the rate; and the constants that would have fitted best. Needs no GPU and no data.
+A simulated unit receives DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at the rate at
+which the planner expects a given number of prompts per rank and step. Printed: the simulated step and TTFT;
+the planner's price of a step with as many tokens and its TTFT at the rate (lab/sim/plan/units); and the
+constants that would have fitted best. Needs no GPU and no data.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PROMPTS_RANGE = (0.05, 10.0)
 """Range of prompts per rank and step in which a rate for a TTFT is searched."""
 SEEDS, QUICK_SEEDS = (1, 2), (1,)
 SETTLE_STEPS, MEASURE_STEPS = 12.0, 150.0
-"""Steps of the planned length, before and during the measurement."""
+"""Durations before and during the measurement, in steps of the planned length."""
 REQUESTS_MIN = 2000
 """Minimum number of measured requests: with fewer, a p99 means little."""
 POWERS = (0.5, 0.75, 1.0)
@@ -101,7 +101,7 @@ class Point:
     ttft_s: float
     """Mean TTFT, seconds."""
     tails: tuple[float, ...]
-    """QUANTILES of TTFT over its mean."""
+    """QUANTILES of TTFT, as multiples of its mean."""
     num_requests: int
     two_share: float
     """Share of working time in steps of two micro-batches."""
@@ -207,7 +207,7 @@ def planned_ttft_s(point: Point, model: StepModel, before: float = STEPS_BEFORE)
 
 
 def rate_share(point: Point, model: StepModel) -> float:
-    """Return the planned rate for the simulated TTFT, over the simulated rate."""
+    """Return the rate at which the planner expects the simulated TTFT, divided by the simulated rate."""
     pricing, own = pricing_of(point.unit), own_steps(point)
 
     def step_s(prompts: float) -> float:
@@ -227,7 +227,7 @@ def rate_share(point: Point, model: StepModel) -> float:
 def fit_uneven(
     points: Sequence[Point], models: dict[Unit, StepModel], power: float = UNEVEN_POWER
 ) -> Uneven:
-    """Return the constants with the least mean square of log(priced / simulated), for this power."""
+    """Return the constants with the least mean square of log(priced / simulated step time), for this power."""
 
     def error(at: tuple[float, float]) -> float:
         return float(
@@ -264,7 +264,7 @@ def _least(
 
 
 def fit_tail(points: Sequence[Point]) -> float:
-    """Return the TTFT_TAIL with the least mean square of logs."""
+    """Return the TTFT_TAIL with the least mean square of log(planned / simulated) over all points and QUANTILES."""
     ratios = [
         tail / -math.log1p(-quantile)
         for point in points
@@ -342,7 +342,7 @@ def show_fits(console: Console, points: Sequence[Point], models: dict[Unit, Step
 
 
 def errors(ratios: Iterable[float]) -> str:
-    """Return the errors of planned over simulated values, as text."""
+    """Return the errors of planned values as text. `ratios`: planned / simulated."""
     logs = np.log(list(ratios))
     least, mean, most = (math.expm1(float(log)) for log in (logs.min(), logs.mean(), logs.max()))
     return f"{least:+.0%} to {most:+.0%}, mean {mean:+.0%}, deviation {logs.std():.0%}"

@@ -2,11 +2,12 @@
 
     python -m bench.prefill_unit [--quick] [--seeds 3]
 
-EP32 on H800 under the leader (scheduler) that also serves. Prompt lengths and cache hits are those of the day,
-and the queue is never empty. "Even" is the step model's price of the same steps with equal tokens and attention
-on all ranks, and equal loads of all experts up to chance. So the share shows the loss that balancing leaves. A
-step takes seconds, so a run has only some dozen steps: the table has means over seeds, and the rates' extremes.
-Seconds are simulated: the figures depend only on the code and the seeds, not on the load of the machine.
+The unit is EP32 on H800, under the same leader (scheduler) as on a server. Prompt lengths and cache hits are
+those of the day, and the queue is never empty. "Even" is the step model's price of the same steps with equal
+tokens and attention on all ranks, and equal loads of all experts up to chance. "Share of even" is the
+computed rate divided by the even one: the rest is the loss that balancing leaves. A step takes seconds, so a
+run has only some dozen steps: the table has means over seeds, and the rates' extremes. Seconds are simulated:
+the figures depend only on the code and the seeds, not on the load of the machine.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ NUM_COLUMNS = 140
 
 
 def placed(study: Study) -> dict[str, float]:
-    """Return role -> imbalance that its placement of experts leaves, as maximum over mean."""
+    """Return role -> imbalance that its placement of experts leaves: the ranks' largest load divided by their
+    mean.
+    """
     return {role: ranks.imbalance for role, ranks in expert_ranks(study).items()}
 
 
@@ -68,7 +71,7 @@ class Run:
 
     reading: StepReading
     even_per_s: float
-    """Tokens per second if its steps were even."""
+    """Tokens per second if the unit's steps were even (see `even_per_s` below)."""
 
     @property
     def computed_per_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Cost of HADAL_RECORD to a server: microseconds and bytes per recorded call of a role.
+"""Measure what recording (HADAL_RECORD) costs a server: microseconds and bytes per recorded call of a role.
 
     python -m bench.recording [--quick] [--requests 300] [--folder FOLDER]
 
@@ -37,7 +37,7 @@ REQUESTS = 300
 ROUNDS = 5
 APART_S = 0.001
 APART_CALLS = 1_000
-"""Calls of each process that are timed with pauses: its first ones."""
+"""Number of calls of each process, from its first on, that are timed with pauses."""
 NUM_COLUMNS = 110
 """Characters per line that the table needs."""
 
@@ -48,13 +48,13 @@ class Cost:
 
     process: str
     span_s: float
-    """Seconds from its first call to its last."""
+    """Seconds from the process's first call to its last."""
     calls_us: tuple[float, ...]
     """Extra time per recorded call, without pauses."""
     apart_us: tuple[float, ...]
     """Extra time per recorded call, with a pause before each."""
     num_bytes: int
-    """Bytes of the file, including its opening."""
+    """Bytes of the recording, including its opening (deployment and run)."""
 
     @property
     def call_bytes(self) -> float:

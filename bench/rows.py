@@ -3,9 +3,9 @@ shorter the time between the light tenant's tokens, and the fewer tokens/s all t
 
     python -m bench rows
 
-Steps of policy/rows in simulated time, without tensors or processes: a step takes the time of its
-cost line for the rows that it computes. Streams never end, so slots and prefill have no effect. The
-lines for two cores were measured on the engine; the GPU's is an estimate.
+Steps of policy/rows in simulated time, without tensors or processes: a step's time is a fixed part plus a
+part per row that it computes (LINES). Streams never end, so slots and prefill have no effect. The lines for
+two cores were measured on the engine; the GPU's is an estimate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Speed of engines for users: each engine bare, and behind its own server, in turns in one run.
+"""Compare the speed of engines alone (bare) with their speed behind their own servers, in turns in one run.
 
     python -m bench.served [--quick] [--model mid] [--streams 8 ...] [--engine hadal ...]
 
@@ -41,7 +41,7 @@ STREAMS = (1, 8, 32, 64)
 NUM_TOKENS = 300
 """Tokens of each answer, and steps of the bare engine, so that contexts have equal lengths."""
 NUM_TIMES = {"mid": 1, "hadal-tiny": 6}
-"""Measurements per round: answers of hadal-tiny are short."""
+"""Measurements per round; hadal-tiny needs more, because its answers take little time."""
 BARS = {
     "mid": {1: 1.12, 8: 1.12, 32: 1.12, 64: 1.12},
     "hadal-tiny": {1: 1.6, 8: 1.3, 32: 1.45, 64: 1.45},
@@ -256,8 +256,8 @@ def served(
 
 
 def settle(server: Server) -> None:
-    """Wait until the server rests: some of its processes still start when the first requests are
-    answered. Gives up after SETTLE_S.
+    """Wait until the server rests, but at most SETTLE_S: some of its processes still start when the first
+    requests are answered.
     """
     until_s = time.monotonic() + SETTLE_S
     busy_s = SETTLE_S

@@ -1,6 +1,4 @@
-"""`hadal serve` for a benchmark: started as by a user, observed from outside, stopped at the
-end.
-"""
+"""`hadal serve` for a benchmark: started as a user starts it, observed from outside, stopped at the end."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class Running:
 
     @property
     def status(self) -> Status:
-        """The current status, from its supervisor."""
+        """Current status, as the server's supervisor wrote it. Raises RuntimeError if there is none."""
         status = read_status(self.run_folder)
         if status is None:
             raise RuntimeError(f"the server has no status; see {self.log}")

@@ -74,7 +74,8 @@ def vllm_server(folder: Path, dtype: str, threads: int) -> Iterator[Server]:
         *("--host", "127.0.0.1", "--max-model-len", "2048", "--max-num-seqs", str(MAX_STREAMS)),
         *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
     ]
-    # As by default, the engine gets a process of its own; ENVIRONMENT is for the bare engine.
+    # The server's engine runs in a process of its own, which is the default; ENVIRONMENT switches
+    # that off for the bare engine.
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": str(threads)}
     environment = {**ENVIRONMENT, **own}
     with _served(f"vllm {dtype}", folder.name, port, command, environment) as server:

@@ -1,6 +1,6 @@
-"""Public data that some benchmarks read. It is not in the repository: put the files you want into
-one folder and name the folder in HADAL_SHARED_DATA. Without the data, a benchmark skips the part
-that needs it or draws a stand-in, and prints that it did.
+"""Public data that some benchmarks read. It is not in the repository: put the files you want into one folder
+and name the folder in HADAL_SHARED_DATA. Without the data, a benchmark skips the part that needs it or uses
+generated data instead, and prints that it did.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Shares of two tenants on one server: one keeps many streams open; the other is absent, has left,
-or has two streams.
+"""Measure the shares of two tenants on one server: one keeps many streams open; the other is absent, has
+left, or has two streams.
 
     python -m bench.tenants [--quick] [--model hadal-tiny|mid] [--checkout OLD]
 
@@ -53,7 +53,7 @@ async def run(
 
 
 def row(name: str, streams: dict[str, list[Sample]]) -> tuple[str, ...]:
-    """Return a row of the table."""
+    """Return a table row: the rates of both tenants, and the times of the one with two streams."""
     light = streams.get(LIGHT, [])
     cells = [name, f"{rate(streams[HEAVY]):.0f}" if HEAVY in streams else ""]
     if not light:

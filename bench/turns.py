@@ -1,10 +1,11 @@
-"""Cached share of a conversation in its next turn, and time to first token there.
+"""Measure how much of a conversation is cached in its next turn, and the time to first token of that turn.
 
     python -m bench.turns [--quick] [--checkout OLD]
 
-A prompt of 600 tokens and an answer of 400, then both plus three tokens; and an agent's ten turns, each with
-the text so far, an answer of 80 tokens and 60 further tokens. Servers: Hadal by default, with a cache folder,
-and with configs/laptop_ep.toml; and llama.cpp's server if `make bench-peers` set it up.
+One case is a prompt of 600 tokens with an answer of 400, followed by a prompt of both plus three tokens. The
+other is an agent's ten turns: each sends all text so far plus 60 tokens, and gets an answer of 80 tokens.
+Servers: Hadal by default, with a cache folder, and with configs/laptop_ep.toml; and llama.cpp's server if
+`make bench-peers` set it up.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def llama(address: Address, prompt: Sequence[int], number: int) -> tuple[list[in
 
 
 def row(name: str, ask: Ask, num_chats: int) -> tuple[str, ...]:
-    """Return a row of the table."""
+    """Return a table row: cached tokens and ms to the first token, of second turns and of an agent's ten turns."""
     second: list[tuple[int, float]] = []
     for seed in range(num_chats):
         rng = random.Random(seed)

@@ -25,7 +25,7 @@ run sometimes ends before its result is printed.
 
 
 class LlamaSubject:
-    """Flash attention as the program chooses; micro-batches of 512 tokens, its default."""
+    """llama.cpp with flash attention as the program chooses, and with micro-batches of 512 tokens, its default."""
 
     def __init__(self, gguf: str, threads: int) -> None:
         self._gguf = Path(gguf)

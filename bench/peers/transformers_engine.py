@@ -21,7 +21,7 @@ from bench.subject import answer, prompts
 
 
 class TransformersSubject:
-    """Eager mode with a cache that grows."""
+    """transformers in eager mode, with a cache that grows."""
 
     def __init__(self, folder: str, threads: int, dtype: torch.dtype = torch.float32) -> None:
         torch.set_num_threads(threads)
@@ -60,7 +60,7 @@ class TransformersSubject:
 
 
 class CompiledSubject(TransformersSubject):
-    """Decoding at batch 1 with everything compiled (takes most of a minute, in the warm-up)."""
+    """transformers compiled, for decoding at batch 1 only. Compiling takes most of a minute, in the warm-up."""
 
     WARM_UP = 3
 

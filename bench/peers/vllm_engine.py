@@ -28,11 +28,13 @@ ENVIRONMENT = {
 
 
 class VllmSubject:
-    """Greedy, no prefix cache, token ids in and out. `compiled` adds torch.compile (a minute at the start)."""
+    """vLLM with greedy sampling, no prefix cache, and token ids in and out. `compiled` adds torch.compile (a
+    minute at the start).
+    """
 
     def __init__(self, folder: str, threads: int, dtype: str, *, compiled: bool) -> None:
         os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(threads))
-        # After setting the environment, which vLLM reads at import.
+        # vLLM reads the environment at import, so this import comes after setting it.
         from vllm import LLM, SamplingParams
 
         self._params: Any = SamplingParams
@@ -62,13 +64,14 @@ class VllmSubject:
         produced = dict.fromkeys(range(batch), 0)
         while (
             min(produced.values()) < 1
-        ):  # Prefill may take several steps; no request decodes before the last one is prefilled.
+        ):  # Prefill may take several steps: time decode from when every request has a token.
             for out in self._llm.llm_engine.step():
                 produced[int(out.request_id.split("-")[1])] = len(out.outputs[0].token_ids)
         done = sum(produced.values()) - batch
         start = time.perf_counter()
         self._run()
-        # If the prefill took several steps, some tokens came early: scale to the remaining ones.
+        # If prefill took several steps, some requests decoded during it. Those tokens are not in
+        # the measured time, so scale it to all tokens.
         return (time.perf_counter() - start) * (batch * steps) / (batch * steps - done)
 
     def _add(self, batch: int, num_tokens: int, max_tokens: int) -> None:
