@@ -1,6 +1,6 @@
-"""Questions that need a tool: a calculator for numbers too large for the model, look-ups in a
-table, conversion of units. The reply is one call, several at once, the next of several, or the
-answer from tool results. Also questions that need no tool, although tools are offered.
+"""Questions that need a tool: a calculator for numbers too large for the model, look-ups in a table,
+conversion of units. The expected reply is one call, several calls at once, the next of several calls, or the
+answer from the tools' results. Other questions need no tool, although tools are offered.
 
 Tools have many names and descriptions, some of them held out. The sentences are in calling.yaml;
 this module does not depend on them.
@@ -98,8 +98,8 @@ def _tool(
 
 
 def _styled(source: Source, name: str) -> Name:
-    """Return a name in a random style of programmers. One in six is one or two arbitrary words, so
-    that names have to be copied from the request.
+    """Return a tool's name in a random style: snake_case, camelCase or with hyphens. About one name in six is
+    made of arbitrary words instead, so that the model has to copy names from the request.
     """
     tells = not source.chance(0.16)
     if not tells:
@@ -113,7 +113,7 @@ def _styled(source: Source, name: str) -> Name:
 
 
 def _argument(source: Source, key: str) -> str:
-    """Return the name of a tool's only argument."""
+    """Return the name of a tool's only argument: `key`, or rarely an arbitrary word."""
     return source.choice(ALL_LOWER) if source.chance(0.12) else key
 
 
@@ -377,7 +377,7 @@ def _reckon(source: Source, offer: Offer) -> tuple[str, str, Call, str]:
     a, op, b, value = _big(source)
     said = sum_asked(source, op, [frame for frame in bare(op) if "x =" not in frame])
     turned = op in "+*" and said.index("{b}") < said.index("{a}")
-    x, y = (b, a) if turned else (a, b)  # In the order of the question.
+    x, y = (b, a) if turned else (a, b)  # x and y are in the question's order.
     return said.format(a=a, b=b), f"{x} {op} {y}", offer.call(x, op, y), value
 
 
@@ -466,7 +466,9 @@ def _returned_unit(source: Source, value: str, unit: str) -> str:
 
 
 def _pair(source: Source) -> Plan:
-    """Return a question that takes two look-ups in one reply: for both values, the larger, or their sum."""
+    """Return a plan with two look-ups in one reply. The question asks for both values, which of them is
+    larger, or their sum.
+    """
     kind = source.choices(("pair", "more", "total"), (4, 4, 2))[0]
     looked = _lookup(source, numbers_only=kind != "pair")
     k, m = _entities(source, looked.entity, 2)
@@ -494,7 +496,7 @@ def _pair(source: Source) -> Plan:
 
 
 def _two_reckoned(source: Source) -> Plan:
-    """Return two sums, or two conversions, in one question."""
+    """Return a plan for a question with two calculations, or with two conversions."""
     calls, phrases, values, names, ways = [], [], [], [], []
     offer = _calculator(source) if source.chance(0.6) else _converter(source)
     for _ in range(2):
@@ -522,7 +524,7 @@ def _two_reckoned(source: Source) -> Plan:
 
 
 def _chain(source: Source) -> Plan:
-    """Return a look-up followed by a sum that needs its result."""
+    """Return a plan of two steps: one or two look-ups, then a calculation with what they found."""
     looked = _lookup(source, numbers_only=True)
     offer = source.until(lambda: _calculator(source), lambda offer: offer.name != looked.name)
     value = str(source.randint(12, 9999))
@@ -600,7 +602,8 @@ def calling(source: Source) -> Turn:
         return replace(turn, before=tuple(before))
     step, forced = plan.steps[done], ""
     if len(step.calls) == 2 and source.chance(0.15):
-        # A client may allow only one call per reply: the second follows the first one's result.
+        # A client may allow only one call per reply: then the second call follows the first call's
+        # result.
         first, second = (
             replace(step, calls=step.calls[i : i + 1], results=step.results[i : i + 1])
             for i in range(2)
@@ -621,7 +624,7 @@ def calling(source: Source) -> Turn:
 
 
 def _once_more(source: Source) -> Turn:
-    """Return a look-up after an earlier one with the same tool."""
+    """Return a turn that needs a look-up, after an earlier look-up with the same tool."""
     looked, looking = _lookup(source), _SAID["look_up"]
     k, m = _entities(source, looked.entity, 2)
     said = asked(source, nouns=looking["nouns"], questions=looking["questions"])
@@ -646,8 +649,8 @@ def _once_more(source: Source) -> Turn:
 
 
 def needless(source: Source, turn: Turn) -> Turn:
-    """Return a question that needs no tool, although tools are offered; or one that none of the
-    tools can answer.
+    """Return `turn` with tools that it does not need; or a question that the model declines, with tools that
+    cannot answer it either.
     """
     if turn.answer in DECLINES or source.chance(0.12):
         if turn.answer not in DECLINES:

@@ -1,6 +1,6 @@
 """Calendar tasks: days after or before a date, weekdays, months and leap years.
 
-A year is an ordinary one unless the question names it. The sentences are in dates.yaml.
+A year has 365 days unless the question names the year. The sentences are in dates.yaml.
 """
 
 from evals.frames import Said, load
@@ -80,7 +80,9 @@ def _leap(source: Source) -> Turn:
 
 
 def _calendar(source: Source) -> Turn:
-    """Return a fact of the calendar. There are few facts, so only wordings are held out."""
+    """Return a question for a fact of the calendar, such as the month after May. There are few such facts, so
+    only frames and wordings are held out.
+    """
     month, weekday = source.randrange(12), source.randrange(7)
     kind = source.randrange(5)
     subject = ("days_in", "next_month", "last_month", "next_day", "last_day")[kind]

@@ -1,4 +1,4 @@
-"""Examples with wordings written by hand (foreign.yaml): by the author of the generators, but before the
+"""Examples with wordings written by hand (foreign.yaml). The author of the generators wrote them before the
 generators. Training never uses them. They do not show how other people ask.
 """
 

@@ -1,4 +1,4 @@
-"""Tasks on the letters of a word: reversing, counting, spelling, naming the n-th.
+"""Tasks on the letters of a word: reversing, counting, spelling, naming the n-th letter.
 
 Each reasoning spells the word. The sentences are in letters.yaml.
 """
@@ -32,7 +32,9 @@ def _quote(source: Source, word: str) -> str:
 
 
 def reason_count(word: str, wanted: str, said: str = "") -> str:
-    """Return the reasoning: the letter, then the spelled word with a count after each match."""
+    """Return the reasoning: `said` or else the wanted letters, then the spelled word with a count after each
+    of them.
+    """
     return f"count {said or wanted}: {_counted(word, wanted)}"
 
 
@@ -96,7 +98,7 @@ def letters(source: Source) -> Turn:
 
 
 def count_turn(source: Source, word: str, shown: str) -> Turn:
-    """Return `how many c in word`; one in seven asks for a random letter, which may be absent."""
+    """Return a question such as "how many c in word"; one in seven asks for a random letter, which may be absent."""
     word = word.lower()  # "How many r in Rare?" would have two answers.
     shown = shown.lower()
     letter = (

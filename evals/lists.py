@@ -1,4 +1,4 @@
-"""List tasks: sorting, the largest and the smallest, reversing.
+"""List tasks: sorting, finding the largest or smallest item, reversing.
 
 The reasoning of a sort picks one item per line and copies the rest, so each line needs only the
 line above. The sentences are in lists.yaml.
@@ -127,7 +127,7 @@ def _sorted_turn(
 
 
 def reverse_list(source: Source) -> Turn:
-    """Return a list or a row of words to reverse."""
+    """Return a question to reverse a list or a row of words."""
     size = source.randint(2, 5)
     style = source.random()
     if style < 0.35:

@@ -203,7 +203,7 @@ def _operands(source: Source, op: str, story: bool) -> tuple[int, int]:
 
 
 def _one(source: Source) -> Turn:
-    """Return a question about one number: double it, half of it, the next one."""
+    """Return a question about one number, such as its double, its half or the next number."""
     op, b = source.choice(tuple(_ONE))
     a = number(source, 2 if b == 12 else 3)
     if op == "/":

@@ -177,8 +177,8 @@ def _noise_text(source: Source) -> str:
 
 
 def long_text(source: Source, size: int) -> str:
-    """Return a text of about `size` pieces: sentences, words, or one unit repeated. It has no effect on
-    the side of the split, which the frame around the text decides.
+    """Return a text of about `size` pieces (estimated tokens, see words.num_pieces): sentences, words, or one
+    unit repeated. The text has no effect on the side of the split, which the frame around it decides.
     """
     kind = source.random()
     if kind < 0.1:
@@ -202,7 +202,7 @@ def long_text(source: Source, size: int) -> str:
 
 
 def too_long(source: Source, size: int) -> Turn:
-    """Return a text of about `size` pieces, longer than the model was taught to read."""
+    """Return a turn with a text of about `size` pieces (estimated tokens) that the model declines as too long."""
     text = long_text(source, size)
     said = source.frame(_SAID["long"])
     question = said.replace("\\n", "\n").format(

@@ -43,7 +43,7 @@ content; "train" if none is.
 _CONTENT_ONE_IN = 20
 _SYSTEM = load("tasks", Said)["system"]
 _MOST_PIECES = 3800
-"""Largest size of a long prompt: with its reply it must fit in 4,096 tokens."""
+"""Largest size of a long prompt, in pieces (estimated tokens): with its reply it must fit in 4,096 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Example:
 
 
 def sample(rng: random.Random, task: str, trained_only: bool = False) -> Example:
-    """Return a random example of a task. One in ten has earlier, unrelated turns; of the task "long",
-    four in ten have. `trained_only`: use no held-out frame.
+    """Return a random example of a task. One in ten has earlier, unrelated turns; in the task "long", four in
+    ten have them. `trained_only`: use no held-out frame.
 
     Raises ValueError if the task is not one of ALL_TASKS.
     """
@@ -226,7 +226,9 @@ def _before(source: Source) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _long(source: Source) -> tuple[str, list[dict[str, Any]], list[Turn]]:
-    """Return a prompt of up to 3,800 pieces: a too long text, or a task after much other text."""
+    """Return (system prompt, earlier messages, last turns) of up to 3,800 pieces: a text that is too long, or
+    a task with much other text before it.
+    """
     size = source.randint(300, _MOST_PIECES - 150)
     kind = source.random()
     if kind < 0.4:

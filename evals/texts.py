@@ -346,7 +346,9 @@ def make_text(source: Source, num_facts: int) -> tuple[Pool, list[Fact], str]:
 
 
 def _read(facts: Sequence[Fact]) -> dict[str, str]:
-    """Return sentence -> the sentence with notes that resolve its pronouns, once even if it has two facts."""
+    """Return sentence -> the sentence with notes that resolve its pronouns. A sentence with two facts has one
+    entry.
+    """
     found: dict[str, str] = {}
     for fact in facts:
         found[fact.sentence] = found.get(fact.sentence, fact.sentence) + fact.who

@@ -105,7 +105,7 @@ class Source(random.Random):
             del self.held_wordings[num_noted:]
 
     def until(self, make: Callable[[], T], fits: Callable[[T], bool]) -> T:
-        """Call `make` until a result fits; record no frames and wordings of rejected results."""
+        """Call `make` until a result fits; record no frames or wordings of rejected results."""
         noted = (self.frames, self.held_frames, self.held_wordings)
         while True:
             sizes = [len(each) for each in noted]
@@ -177,9 +177,8 @@ def asked(
     questions: Sequence[str] = (),
     whole: Sequence[str] = (),
 ) -> str:
-    """Return the wording of a question, with its braces not filled yet. It is made of a noun
-    phrase, an order (which begins with a verb), a question or a story, or a text that needs nothing
-    around it.
+    """Return the wording of a question, with its braces not filled yet. It is made from a noun phrase, an
+    order (which begins with a verb), a question or a story, or a text that needs nothing around it.
     """
     given = zip(_PLAIN, (nouns, orders, questions, whole), strict=True)
     kinds = [(kind, frames) for kind, frames in given if frames]

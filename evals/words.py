@@ -79,7 +79,9 @@ def with_articles(text: str) -> str:
 
 
 def join_list(rng: random.Random, items: list[str], word: str = "and") -> str:
-    """Write a list the way users do: commas, commas and `and`, or bare spaces."""
+    """Return a list as users write it: with commas, with `word` before the last item, with spaces only, or in
+    rarer ways.
+    """
     style = rng.random()
     if style < 0.5:
         return ", ".join(items)
