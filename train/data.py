@@ -44,8 +44,8 @@ _ENVIRONMENT = jinja2.Environment()
 _ENVIRONMENT.filters["tojson"] = json.dumps
 _TEMPLATE = _ENVIRONMENT.from_string(CHAT_TEMPLATE)
 PAD_ID = 2
-# Relative frequencies. Tasks that compute, sort or search a text are learned last; an example of tools or
-# schemas has the most tokens.
+# Relative frequencies of the tasks. Tasks that compute, sort or search a text are learned last; an
+# example of tools or schemas has the most tokens.
 WEIGHTS = {
     "arithmetic": 16,
     "sort": 20,

@@ -117,8 +117,8 @@ def acceptance(model: Model, batch: Batch) -> tuple[float, float]:
 
 @torch.no_grad()
 def expert_load(model: Model, batch: Batch) -> tuple[list[float], list[float]]:
-    """Return per mixture layer the largest expert load over the mean, and the share of experts
-    without tokens. The MTP layer is applied once.
+    """Return two values per MoE layer: the largest expert load as a multiple of the mean load, and the share
+    of experts without tokens. The MTP layer is applied once.
     """
     for module in model.modules():
         if isinstance(module, MoE):

@@ -1,8 +1,9 @@
 """Fast parts of training on a CPU, each beside a plain version: routing, grouped experts, packed
 attention.
 
-With a compiler, the C++ in kernels.cpp runs through autograd functions; without one, plain torch.
-Letters in shapes: T tokens, E experts, D model width, F expert width, K experts per token, H heads.
+With a compiler, the C++ in kernels.cpp runs through autograd functions; without one, plain torch. Letters in
+shapes: T tokens, E experts, D model width, F expert width, K experts per token, H heads; in attention, K and
+V are the widths of keys and values, and R is a number of rows.
 """
 
 import functools
@@ -28,7 +29,7 @@ def kernels():
         folder = cache_folder() / "train"
         folder.mkdir(parents=True, exist_ok=True)
         with only_one(folder / "building"):
-            # torch's own lock survives a killed builder, and the next one would wait for it for
+            # torch's own lock survives a killed builder, and the next builder would wait for it for
             # ever.
             (folder / "lock").unlink(missing_ok=True)
             return load(

@@ -1,5 +1,5 @@
-"""The published folder: DeepSeek-V3's tensor names and config, projections and experts in FP8 with
-block scales.
+"""Write and read the published folder: DeepSeek-V3's tensor names and config, with projections and experts in
+FP8 with block scales.
 
 `python -m train.export --run <folder> --out models/hadal-tiny` writes it from a checkpoint, file by
 file. `load` reads such a folder back into the training model, dequantised.
@@ -144,7 +144,7 @@ def _write_shards(folder: Path, named: dict[str, Tensor]) -> None:
 
 
 def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
-    """Write the folder. Each file is written elsewhere and then renamed, so that a reader never
+    """Write the folder. Each file is written into a folder beside it and then renamed, so that a reader never
     sees an incomplete file.
     """
     aside = out.with_name(f".{out.name}.new")

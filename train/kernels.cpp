@@ -28,7 +28,8 @@ static void gemm(char ta, char tb, int m, int n, int k, float alpha, const float
   sgemm_(&ta, &tb, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
 }
 
-// Expert choice of DeepSeek-V3: the groups with the largest sum of two best, then the k best inside them.
+// Expert choice of DeepSeek-V3: the groups with the largest sums of their two best scores, then the k best experts
+// inside these groups.
 Tensor route(const Tensor& biased, int64_t num_groups, int64_t groups_kept, int64_t k) {
   const int64_t tokens = biased.size(0), experts = biased.size(1), width = experts / num_groups;
   Tensor chosen = at::empty({tokens, k}, biased.options().dtype(at::kLong));
@@ -170,7 +171,7 @@ std::vector<Tensor> experts_backward(const Tensor& dout, const Tensor& x, const 
   return {sum_first(dx), dgu, ddn, dw};
 }
 
-static constexpr int64_t BLOCK = 64;  // Query rows at a time, so that the scores stay in the cache.
+static constexpr int64_t BLOCK = 64;  // Number of query rows at a time: few, so that the scores stay in the cache.
 
 // p = softmax of the causal scores of query rows r0..r1 over keys 0..r1, as rows of length r1.
 static void scores_softmax(const float* q, const float* key, float* p, float* lse, int64_t r0, int64_t r1, int64_t dk,
@@ -297,8 +298,8 @@ std::vector<Tensor> norm_backward(const Tensor& dy, const Tensor& x, const Tenso
   return {dx, dw.sum(0)};
 }
 
-// One Muon step of parameters that each hold separate matrices of `rows` rows, one laid behind the other; each matrix
-// is worked on inside the cache, by one thread.
+// One Muon step. Each parameter holds matrices one behind the other; `all_rows` has the number of rows of a matrix of
+// each parameter. One thread computes a matrix, inside the cache.
 void muon_step(const std::vector<Tensor>& params, const std::vector<Tensor>& grads, const std::vector<Tensor>& buffers,
                const std::vector<int64_t>& all_rows, double lr, double momentum, double weight_decay) {
   struct Matrix {

@@ -1,9 +1,9 @@
 """DeepSeek-V3 for training: differentiable, over concatenated sequences, with transformers'
 parameter names.
 
-Every tensor is [T, ...], with T the tokens of all sequences of a step; `bounds` holds the start of
-each sequence. Independent of data, optimisers and files. The equations are those of the V3 report,
-2.1 and 2.2.
+Every tensor is [T, ...], with T the tokens of all sequences of a step; `bounds` holds the start of each
+sequence, and the end of the last. Independent of data, optimisers and files. The equations are those of the
+V3 report, 2.1 and 2.2.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from train.experts import (
 EMBEDDING_STD, HEAD_STD = 0.5, 0.02
 """Standard deviations of the initial embedding and head."""
 MAX_LETTERS = 12
-"""Number of letters of a word that its initial embedding includes."""
+"""Maximum number of letters of a word that its initial embedding includes."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ class Body(nn.Module):
 
 
 def _marked(own: Tensor, marks: Sequence[Tensor]) -> Tensor:
-    """Return `own` plus half of each mark. All marks have equal weight, and the result is about as
-    long as `own`.
+    """Return `own` plus half of each mark, scaled so that the result is about as long as `own`. All marks
+    have equal weight.
     """
     return (own + 0.5 * sum(marks)) / (1 + 0.25 * len(marks)) ** 0.5
 

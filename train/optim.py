@@ -12,8 +12,8 @@ from train.experts import kernels
 
 
 def schedule(progress: float) -> float:
-    """Return the learning-rate factor at `progress` in 0..1: warm up, hold, fall as 1 - sqrt (arXiv
-    2405.18392).
+    """Return the learning-rate factor at `progress` in 0..1: it rises until 0.015, is 1 until 0.2, then falls
+    as 1 - sqrt (arXiv 2405.18392).
     """
     if progress < 0.015:
         return max(progress, 0.0005) / 0.015
@@ -26,7 +26,7 @@ def orthogonalise(g: Tensor) -> Tensor:
     are near 1.
     """
     wide = g.shape[-2] <= g.shape[-1]
-    # Not in bf16: many CPUs have no instructions for it, and there it took more than half of a
+    # Not in bf16: many CPUs have no instructions for it, and on these it took more than half of a
     # step.
     x = (g if wide else g.mT).float()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -37,7 +37,9 @@ def orthogonalise(g: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised: a step moves a matrix by the same amount in every direction."""
+    """Optimiser that orthogonalises the momentum, so that a step moves a matrix by the same amount in every
+    direction.
+    """
 
     def __init__(self, params: list[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})
@@ -76,8 +78,8 @@ def _step(p: Tensor, buffer: Tensor, lr: float, momentum: float, weight_decay: f
 
 
 def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for projections and experts, and AdamW for embedding, head, gate and norms.
-    Groups store their base rates.
+    """Return Muon for projections and experts, and AdamW for embedding, head, gate and norms. Each group
+    stores its learning rate as `base_lr`.
     """
     hidden, gates, rest = [], [], []
     for name, p in model.named_parameters():

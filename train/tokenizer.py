@@ -38,8 +38,8 @@ MARKS = (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, SEPARATOR, OUTPUT, 
 """Marks that stay in the text, for readers of reasoning and calls, as in DeepSeek's tokenizers."""
 VOCAB_SIZE = 2560
 
-# Words and single digits include the space before them; punctuation and line breaks are tokens of
-# their own.
+# A word, a digit or a sign is one piece, together with a space before it; a run of line breaks is
+# one piece.
 _PATTERN = r" ?\p{L}+| ?\p{N}|\n+| ?[^\s\p{L}\p{N}]|\s"
 
 # Chats without tools and formats are rendered as by R1's template. Tools are listed in few words,
