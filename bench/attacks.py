@@ -321,7 +321,7 @@ def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tu
     keys = {"HADAL_API_KEYS": f"{ATTACKER},{OTHER}"}
     with serving(environment=keys, checkout=checkout) as server:
         numbers = itertools.count()
-        # Warm-up: slow first requests are not the attack's effect.
+        # Warm up, because the first requests are slow without any attack.
         watch(server.address, WAIT_S, 3, numbers)
         alone = watch(server.address, span_s, num_alone, numbers)
         return alone, watch_attacked(server.address, attack, span_s, numbers)

@@ -29,7 +29,7 @@ STALE_STEPS = 4
 """Age of stale loads in steps; 4 steps take about 200 ms."""
 OURS = "ours"
 TARGETS = {"r1-like": (0.93, 0.98), "mooncake-conv": (0.96, 0.98), "azure-conv": (0.98, 0.99)}
-"""Load -> (target of KV balance, target of request balance), without moving requests."""
+"""Load -> (target of KV balance, target of request balance) for our rule without moves."""
 MOVED_TARGET = "targets .98, .98, efficiency .99, at most 2.5 % moved"
 PLACE_TARGET_US = 50.0
 

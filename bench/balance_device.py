@@ -127,7 +127,7 @@ class DeviceChild(Child):
 
 
 def serve() -> None:
-    """Run `hadal serve` with devices as ranks."""
+    """Run `hadal serve` with virtual devices as ranks."""
     supervisor.Child = DeviceChild  # type: ignore[assignment, attr-defined]
     app()
 

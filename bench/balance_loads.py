@@ -79,8 +79,8 @@ def azure(name: str, path: Path) -> UnitReport:
 
 
 def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: int) -> UnitReport:
-    """Return Poisson arrivals with lognormal lengths. `mean` is the mean before lengths are limited
-    to 16 to `most`; nothing is cached.
+    """Return Poisson arrivals with lognormal lengths. `mean` is the mean before lengths are limited to the
+    range from 16 to `most`; nothing is cached.
     """
     random = np.random.default_rng(seed)
     lengths = np.clip(
@@ -96,8 +96,8 @@ def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: i
 
 
 def loads(seed: int = 0) -> list[UnitReport]:
-    """Return all loads of the benchmark. If a trace is missing, `source` names its stand-in; azure-conv has
-    none and is left out.
+    """Return all loads of the benchmark. If a trace is missing, a synthetic load replaces it, as its `source`
+    says; azure-conv is left out instead.
     """
     folder = shared_data()
     found: dict[str, Path] = {}

@@ -113,7 +113,7 @@ def saturated(console: Console, load: UnitReport, limits: StepLimits, num_ranks:
 
 
 def open_loop(console: Console, load: UnitReport, limits: StepLimits, num_ranks: int) -> None:
-    """Print one table of a load with arrivals scaled in time to `SHARE` of the capacity of
+    """Print one table of a load. Its arrivals are scaled in time so that they need `SHARE` of the capacity of
     perfectly balanced ranks.
     """
     duration_s = ideal_s(load, num_ranks) / SHARE

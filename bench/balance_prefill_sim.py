@@ -121,7 +121,7 @@ def _oldest_first(queue: Sequence[Running], budget: int) -> list[int]:
 
 
 def ours(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
-    """Apply hadal.policy.prefill_balance."""
+    """Place and cut prompts by hadal.policy.prefill_balance; this is a Rule."""
     views = [
         PrefillQueueView(at, tuple(p.view() for p in queue), 1, 256)
         for at, queue in enumerate(queues)
@@ -137,7 +137,7 @@ def ours(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
 
 
 def round_robin() -> Callable[[Queues], int]:
-    """Return a dispatch that takes the ranks in turn."""
+    """Return a function that chooses the ranks in turn."""
     turn = [0]
 
     def dispatch(queues: Queues) -> int:

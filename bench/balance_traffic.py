@@ -68,7 +68,7 @@ def fitted_tokens(
 def remote_nodes(
     placement: Placement, layer: int, tokens: Tokens, cluster: Cluster, *, local_first: bool
 ) -> float:
-    """Return the mean number of remote nodes a token crosses to. Replicas are taken in turn; with
+    """Return the mean number of remote nodes a token crosses to. An expert's replicas are taken in turn; with
     `local_first`, a replica on the token's own node is preferred.
     """
     slots, counts = placement.replicas(layer)

@@ -34,7 +34,7 @@ PLACED_DECODE = 1.15
 
 
 def fleet(num_decode: int, num_prefill: int) -> Deployment:
-    """Return units as published (DeepSeek-V3/R1 inference overview)."""
+    """Return a deployment with units as published (DeepSeek-V3/R1 inference overview)."""
     return Deployment(
         prefill=UnitsConfig(
             num_prefill, ranks=32, redundant_experts=32, max_requests=64, max_waiting=10_000

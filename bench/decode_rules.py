@@ -33,8 +33,8 @@ class Sent:
 def with_sent(
     ranks: DecodeRanksView, num_seen_R: Sequence[int], sent: Sequence[Sent]
 ) -> DecodeRanksView:
-    """Add to the reported loads the placements that a rank's report does not include. Without them, all
-    arrivals would go to the rank that was lightest in the report.
+    """Return the reported loads plus the placements that the ranks' reports do not include. Without these,
+    all arrivals would go to the rank that was lightest in the report.
 
     `num_seen_R`: the last sequence number that each rank's report includes.
     """
@@ -52,7 +52,7 @@ def with_sent(
 
 
 class Ours:
-    """The rule of policy/decode_balance, with the placements that no report includes yet."""
+    """Rule of policy/decode_balance. It adds placements that no report includes yet to the reported loads."""
 
     def __init__(self) -> None:
         self._sent: list[Sent] = []
@@ -75,7 +75,7 @@ class Ours:
 
 
 class Peer:
-    """A peer's rule: one request at a time, in order of arrival."""
+    """Rule of a peer. It places one request at a time, in order of arrival."""
 
     def __init__(self, choice: Choice, seed: int) -> None:
         self._choice = choice

@@ -79,7 +79,7 @@ class Series:
 
     @property
     def median(self) -> float:
-        """The reported figure."""
+        """Median rate, which the report shows."""
         return statistics.median(self.rates)
 
     @property
@@ -108,7 +108,7 @@ class ModelResult:
 
 @dataclass
 class EngineResult:
-    """One run of this benchmark."""
+    """One run of bench.engine."""
 
     threads: int
     limits: Limits
@@ -152,7 +152,7 @@ def wide_console() -> Console:
 
 
 def report(result: EngineResult, console: Console) -> None:
-    """Print the tables and write the files."""
+    """Print the tables and write the JSON file."""
     limits = result.limits
     console.print(
         f"\n{result.machine['cpu']}, {result.threads} threads, {result.machine['capability']}:"
@@ -223,7 +223,7 @@ def _ratio(ratio: float, aim: float | None) -> str:
 
 
 def as_json(result: EngineResult) -> dict[str, Any]:
-    """Return all figures."""
+    """Return all figures of the run, for the JSON file."""
     return {
         "when": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "threads": result.threads,

@@ -39,7 +39,7 @@ PREFILL_TOKENS_PER_S = 32 * 7839 / (266 / 608)
 NUM_COLUMNS = 130
 """Characters per line that the tables need."""
 WARM_HOURS = 6
-"""Hours before the day, not counted: the run starts with no units and a queue."""
+"""Hours that are run before the day and not counted, because the run starts with no units and a queue."""
 
 
 def tpot_s(batch: Floats) -> Floats:

@@ -63,7 +63,7 @@ class DeviceCase:
     bandwidth_bytes_per_s: float = 50e6
 
     def op_seconds(self, scale: float = 1.0) -> OpSeconds:
-        """Return the times for perf/price, for `scale` micro-batches at once."""
+        """Return the seconds per op, for perf/price, of a batch that is as large as `scale` micro-batches."""
         times = (
             self.attn_in_ms,
             self.attn_core_ms,

@@ -23,8 +23,8 @@ from pathlib import Path
 COMMAND_TIMEOUT_S = 20.0
 GSO_BYTES = 65536
 BURST_BYTES = 80_000
-"""Burst of the rate limiter. Larger than one GSO packet, else each packet is split at the cost of CPU; but small,
-because a burst passes unlimited after every pause and would favour senders that pause.
+"""Burst of the rate limiter. It is larger than one GSO packet, because splitting packets costs CPU. It is
+small, because after every pause a burst passes unlimited, which favours senders that pause.
 """
 LINK = "e0"
 """Name of a host's end of its link."""

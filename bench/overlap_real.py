@@ -102,7 +102,7 @@ QUIET_PAUSE_S = 1.0
 
 @dataclass
 class RealResult:
-    """One model on one link."""
+    """Measurements of one model on one link."""
 
     case: ModelCase
     num_ranks: int

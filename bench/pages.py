@@ -100,7 +100,7 @@ def peak_pages(frames: Path | None, folder: Path) -> Iterator[str]:
 
 
 def refresh(frames: Path | None) -> None:
-    """Print the main-thread time of a refresh for each page, and its limit."""
+    """Print the main-thread time of a refresh for each tab of the console, and the limit of this time."""
     from playwright.sync_api import sync_playwright
 
     with (

@@ -136,7 +136,7 @@ def _prefill(console: Console, running: Running, model: str, num_tokens: int) ->
 
 
 def _resident_bytes(running: Running) -> tuple[int, int]:
-    """Return (proportional set size, bytes mapped by several processes) of the processes."""
+    """Return (proportional set size, bytes mapped by several processes) of all the server's processes."""
     pss = shared = 0
     for pid in tree_of(running.process.pid):
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()

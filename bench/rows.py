@@ -37,7 +37,7 @@ LEAST_TOGETHER = 0.6
 
 @dataclass(frozen=True)
 class Had:
-    """Results of tenants over the same simulated time."""
+    """Results of all tenants in one simulated run."""
 
     tokens_per_s: dict[int, float]
     gaps_ms: np.ndarray

@@ -214,7 +214,7 @@ Results = dict[tuple[str, int, str], list[Measured]]
 def bare(
     pair: Pair, folder: Path, streams: Sequence[int], num_times: int, results: Results
 ) -> None:
-    """Measure an engine alone."""
+    """Measure a pair's bare engine and add the figures to `results`; a pair without a bare engine adds none."""
     engine = pair.bare
     if engine is None:
         return
@@ -245,7 +245,7 @@ def busy(number: int) -> Iterator[None]:
 def served(
     pair: Pair, folder: Path, streams: Sequence[int], num_times: int, results: Results
 ) -> None:
-    """Measure an engine behind its server."""
+    """Measure a pair's server and add the figures to `results`."""
     with pair.serve() as server, busy(pair.beside):
         ask(server, folder, 1, NUM_TOKENS // 4, seed=0)
         settle(server)

@@ -26,7 +26,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers."""
+    """A server that was started; it may not be ready yet."""
 
     process: subprocess.Popen[bytes]
     run_folder: Path

@@ -68,7 +68,7 @@ class SubjectFailed(RuntimeError):
 
 
 class SubjectUnsupported(RuntimeError):
-    """The engine does not support this point."""
+    """The engine does not support this measurement."""
 
 
 class SubjectProcess:

@@ -141,7 +141,9 @@ def _key(source: Source, field: str, used: dict[str, str], fields: list[str]) ->
 
 
 def filling(source: Source) -> Turn:
-    """Return a text and the requested object. The keys are in a schema or in the request."""
+    """Return a turn with a text and a request for its data as an object. The keys are in a schema or in the
+    request.
+    """
     text = source.frame(_SAID["texts"]).replace("\\n", "\n")
     fields = [field for field in _FIELDS if f"{{{field}}}" in text]
     values = {field: _value(source, _FIELDS[field].kind) for field in fields}

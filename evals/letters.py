@@ -59,7 +59,7 @@ def reason_reverse_word(word: str) -> str:
 
 
 def reverse(source: Source) -> Turn:
-    """Return a word or a list to reverse."""
+    """Return a question to reverse a word or a list."""
     if source.chance(0.4):
         return reverse_list(source)
     word = a_word(source)

@@ -55,7 +55,7 @@ def _numbers(source: Source) -> list[str]:
 
 
 def sort(source: Source) -> Turn:
-    """Return a list to sort, or a question for its largest or smallest item."""
+    """Return a question to sort a list, or a question for the largest or smallest item of a list."""
     if source.chance(0.07):
         return _first_word(source)
     words_asked = source.chance(0.4)

@@ -144,7 +144,7 @@ def operate(op: str, a: int, b: int) -> tuple[str, str]:
 
 
 def arithmetic(source: Source) -> Turn:
-    """Return a sum, a difference, a product or a quotient, plain or as a story."""
+    """Return a question for a sum, a difference, a product or a quotient, plain or as a story."""
     op = source.choices("+-*/", (8, 8, 7, 2))[0]
     if source.chance(0.07):
         return _one(source)

@@ -197,7 +197,9 @@ def _share(rows: list[Answer]) -> str:
 
 
 def table_of(answers: list[Answer]) -> Table:
-    """Return a table of scores per task and over all, with a column for held-out frames."""
+    """Return a table of scores per task and over all tasks. The column `frames` counts only examples with a
+    held-out frame.
+    """
     table = Table(title="held-out prompts, greedy, exact answers")
     for column in (
         "task",

@@ -248,7 +248,7 @@ def _long(source: Source) -> tuple[str, list[dict[str, Any]], list[Turn]]:
 
 
 def _num_pieces(message: dict[str, Any]) -> float:
-    """Return the size of a message with its calls and all marks."""
+    """Return the size of a message in pieces (estimated tokens), with its calls and all marks."""
     size = num_pieces(message["content"]) + 2
     for call in message.get("tool_calls", ()):
         function = call["function"]

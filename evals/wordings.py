@@ -71,7 +71,7 @@ class Source(random.Random):
         return self.random() < share
 
     def frame(self, frames: tuple[str, ...]) -> str:
-        """Draw a frame and choose among its alternatives."""
+        """Draw a frame, record it, and return one of its wordings."""
         trained, held = _split(frames)
         if held and not self.trained_only and (not trained or self.chance(0.4)):
             frame = self.choice(held)

@@ -130,7 +130,7 @@ def _frequent_words(num_words: int, num_examples: int) -> list[str]:
     words = [*ALL_LOWER, *COUNTED, *NAMES, *MONTHS, *WEEKDAYS, *CITIES, *JOBS, *FOODS]
     taught = {"Ġ" + word for word in words} | set(words)
     for piece in taught:
-        counts[piece] += num_examples  # Every one of them is spelled, counted and sorted.
+        counts[piece] += num_examples  # The tasks spell, count and sort each of these words.
     pieces = [piece for piece, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     is_word = lambda piece: (  # noqa: E731
         len(piece.removeprefix("Ġ")) > 1 or (piece[0] == "Ġ" and not piece[-1].isalnum())

@@ -35,7 +35,7 @@ then learns from a trained model, and costs nothing until then.
 SECOND_WEIGHT = 0.3
 """Weight of the second application's loss: a second draft is used less often than a first."""
 FEW_TARGETS = 1024
-"""Targets below which a batch gets a lower weight: one long prompt has a single short reply."""
+"""Number of targets below which a batch gets a lower weight: a batch of one long prompt has a single short reply."""
 CHECK_STEPS = 500
 NUM_STEPS = 22_000
 
@@ -206,7 +206,7 @@ class Run:
             file.write(json.dumps(fields) + "\n")
 
     def update(self, batch: Batch) -> tuple[Losses, list[float]]:
-        """Take one optimiser step; return the losses and the expert load skew per layer."""
+        """Take one optimiser step. Return the losses, and per layer the largest expert load divided by the mean."""
         progress = self.step / self.num_steps
         if drafts := progress >= DRAFTS_FROM:
             progress = (progress - DRAFTS_FROM) / (1 - DRAFTS_FROM)

@@ -33,8 +33,8 @@ class Engine:
 def hadal(
     folder: Path, threads: int, name: str = "hadal", *held: str, checkout: Path = ROOT
 ) -> Engine:
-    """Return Hadal itself. With another checkout, that checkout's environment and code. `held`: "fp32" converts
-    the weights to FP32; none: as stored.
+    """Return Hadal as an engine. With another `checkout`, its process uses that checkout's environment and
+    code. `held`: "fp32" converts the weights to FP32; none: as stored.
     """
     own = checkout / ".venv" / "bin" / "python"
     python = sys.executable if checkout == ROOT else str(own)
