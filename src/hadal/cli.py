@@ -102,7 +102,8 @@ def chat(
     api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy. [dim]the model's own[/dim]")
+        float | None,
+        typer.Option(help="Temperature; 0 is greedy. [dim]the model's own[/dim]"),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of tokens of an answer, reasoning included.")
@@ -153,7 +154,7 @@ def report(
     ] = False,
     ledger: Annotated[
         str,
-        typer.Option(help="Path or URL of the ledger. [dim]HADAL_LEDGER, else the user's[/dim]"),
+        typer.Option(help="Path or URL of the ledger. [dim]HADAL_LEDGER, else your own[/dim]"),
     ] = "auto",
     prices: Annotated[
         str,

@@ -120,7 +120,7 @@ def test_refusals_and_late_answers_are_told_apart(narrow: Server) -> None:
     server.gate.hold(gate.DECODE)
     late = (*key, "--concurrency", "2", "--requests", "2", "--output", "900")
     [level] = bench(server, *late, "--timeout", "10", code=1)["levels"]
-    assert level["errors"] == {"no end within 10 s": 2}
+    assert level["errors"] == {"the reply was not complete within 10 s": 2}
 
 
 @pytest.mark.more(MORE)

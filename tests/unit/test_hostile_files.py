@@ -239,7 +239,7 @@ def test_loads_and_placements(rng: Random, tmp_path: Path) -> None:
     [
         (f'{{"a": [{{"b": {HUGE}}}]}}', r"f: a\[0\]\.b is a number of 5,000 digits"),
         ('{"a": 1e400}', "f: a is inf; a finite number is needed"),
-        ('{"a": {"\\ud800": 1}}', r"f: a\.\\ud800 holds half of a UTF-16 pair"),
+        ('{"a": {"\\ud800": 1}}', r"f: a\.\\ud800 has half of a UTF-16 surrogate pair"),
         (f'{{"a": {"[" * 70}{"]" * 70}}}', r"f: a\[0\]\[0\].* nests deeper than 64 levels"),
         ("[" * 100_000, "f: nests deeper than 64 levels"),
         ('{"a": 9223372036854775808}', "f: a is a number beyond 64 bits"),

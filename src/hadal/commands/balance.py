@@ -72,13 +72,13 @@ def balance(
     groups: Annotated[
         int,
         typer.Option(
-            help="The gate's groups of experts, for modes with nodes (8 in DeepSeek-V3).", min=1
+            help="Number of expert groups, for hierarchical and hybrid (8 in DeepSeek-V3).", min=1
         ),
     ] = 8,
     target: Annotated[
         float,
         typer.Option(
-            help="Smallest balance of each layer for hybrid and --max-moves.", min=0.01, max=1
+            help="Wanted balance of each layer, for hybrid and --max-moves.", min=0.01, max=1
         ),
     ] = 0.98,
     current: Annotated[

@@ -143,7 +143,7 @@ def list_keys(
         ]
         said += [f"only {', '.join(tenant['models'])}"] * bool(tenant["models"])
         said += tenant["rights"]
-        said += ["its key is in the file"] * (not tenant["is_hashed"])
+        said += ["its key is in the file as plain text"] * (not tenant["is_hashed"])
         typer.echo(f"{tenant['name']}: {', '.join(said)}")
 
 

@@ -30,7 +30,7 @@ def processes_of(found: Found, name: str | None) -> list[str]:
         return every
     of_unit = [plan.name for plan in units(found.plans).get(name, [])]
     if not of_unit and name not in every:
-        raise ConfigError(f"there is no {name!r}; use one of {', '.join(every)}.")
+        raise ConfigError(f"there is no process or unit {name!r}; use one of {', '.join(every)}.")
     return of_unit or [name]
 
 

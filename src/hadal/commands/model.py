@@ -50,7 +50,7 @@ def model(
     accept_config: Annotated[
         list[str] | None,
         typer.Option(
-            help="The same option as of `hadal serve`.", metavar="KEY", show_default=False
+            help="Unknown key to ignore, as in `hadal serve`.", metavar="KEY", show_default=False
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,

@@ -57,8 +57,8 @@ def _notes(report: Report, lines: list[Line]) -> list[str]:
         )
     elif any(not line.nodes.role_to_node_us for line in lines):
         notes.append(
-            f"{NOTHING} under nodes: no nodes of its own in this period; nodes for several"
-            f" models are under {SHARED}."
+            f"{NOTHING} under nodes: the row had no nodes of its own in this period; nodes for"
+            f" several models are under {SHARED}."
         )
     requests = [line for line in (report.total, *lines) if line.counts.num_requests]
     if any(None in (line.hit_percent, line.tokens_per_s_user) for line in requests):

@@ -66,9 +66,8 @@ def roll_out(run_folder: Path | None, model: str, *, is_waited: bool) -> int:
     for reason in wrong(newest) if newest is not None else ():
         console.print(reason, markup=False)
     console.print(
-        "A new unit does not become ready (for the reason: `hadal logs`). No other unit"
-        " is replaced until it does. Fix the cause, or go back: hadal rollout --model"
-        " FOLDER."
+        "A new unit does not become ready; `hadal logs` shows the reason. No other unit is"
+        " replaced until it does. Fix the cause, or go back: hadal rollout --model FOLDER."
     )
     return EXIT_STOPPED
 

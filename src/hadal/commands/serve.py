@@ -188,10 +188,10 @@ def serve(
     each of one process or of many.
     """
     if drafts is not None and drafts not in ("auto", "0", "1", "2", "3"):
-        raise typer.BadParameter("0, 1, 2, 3 or auto", param_hint="--drafts")
+        raise typer.BadParameter("use 0, 1, 2, 3 or auto.", param_hint="--drafts")
     engine, _, address = (on or "").partition(":")
     if on is not None and (engine not in ("local", "ray") or (address and engine == "local")):
-        raise typer.BadParameter("local, ray or ray:ADDRESS", param_hint="--on")
+        raise typer.BadParameter("use local, ray or ray:ADDRESS.", param_hint="--on")
     overrides = {
         "model": model,
         "host": host,

@@ -21,7 +21,7 @@ EPILOG = examples(
     ),
     (
         "hadal simulate --no-windows --no-what-ifs",
-        "takes a minute: requests are a continuous flow, and none is followed",
+        "simulate requests as a continuous flow only; takes a minute",
     ),
     (
         "hadal simulate --hours 14,22 --window 30",

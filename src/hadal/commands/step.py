@@ -24,14 +24,14 @@ EPILOG = examples(
             "hadal step --phase decode --ep 128 --batch 128 --kv 4096 \\\n"
             "    --mtp-tokens 1 --mtp-accept 0.74 --expert-imbalance 1"
         ),
-        "price their published decode profile, where routing was balanced artificially",
+        "price DeepSeek's published decode profile, where routing was balanced artificially",
     ),
     (
         (
             "hadal step --phase prefill --ep 32 --tokens 16384 --prompt 4096 \\\n   "
             " --expert-imbalance 1"
         ),
-        "price their published prefill profile",
+        "price DeepSeek's published prefill profile",
     ),
     (
         "hadal step --batch 88 --plan sequential --trace step.json",
@@ -97,20 +97,21 @@ def step(
     redundant: Annotated[
         int | None,
         typer.Option(
-            help="Redundant expert replicas, beyond one per expert. [dim]32 if that is even over the ranks[/dim]"
+            help="Redundant expert replicas, beyond one per expert. [dim]32 if all divide evenly over the ranks[/dim]"
         ),
     ] = None,
     expert_imbalance: Annotated[
         float | None,
         typer.Option(
             help=(
-                "Expert tokens of the busiest rank over the mean; 1 is balanced."
+                "Expert tokens of the busiest rank, divided by the mean; 1 is balanced."
                 " [dim]expected with random routing[/dim]"
             )
         ),
     ] = None,
     attention_imbalance: Annotated[
-        float, typer.Option(help="Core attention time of the busiest rank over the mean.")
+        float,
+        typer.Option(help="Core attention time of the busiest rank, divided by the mean."),
     ] = 1.0,
     experts_dtype: Annotated[
         str, typer.Option(help="Type of the routed experts' weights: fp8 or fp4.")

@@ -65,7 +65,7 @@ class ConfigTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = converted(getattr(self, name), kind, name=name)
             if isinstance(value, str) and not value.isprintable():
                 raise ConfigError(
-                    f"{name} is {shown(value)}; it holds a line's end or a zero byte."
+                    f"{name} is {shown(value)}; remove unprintable characters, such as line breaks."
                 )
 
 
@@ -157,8 +157,8 @@ class UnitsConfig(ConfigTable, frozen=True):
             )
         if self.redundant_experts and self.ranks == 1:
             raise ConfigError(
-                f"redundant_experts is {self.redundant_experts} with one rank: there is no second"
-                " rank to hold a replica. Raise ranks or leave it 0."
+                f"redundant_experts is {self.redundant_experts} with one rank: a replica needs a"
+                " second rank. Raise ranks, or set it to 0."
             )
 
     @property
@@ -453,13 +453,12 @@ class Deployment(ConfigTable, frozen=True):
         super().__post_init__()
         if self.device == "cpu" and self.transport in ("nccl", "deepep"):
             raise ConfigError(
-                f"transport {self.transport!r} needs GPUs, and device is 'cpu'. CPUs take tcp or"
-                " gloo."
+                f"transport {self.transport!r} needs GPUs, and device is 'cpu'. Use tcp or gloo."
             )
         if self.prefill.request_balance == NO_MOVES:
             raise ConfigError(
-                "prefill.request_balance is 'no_moves'; prompts never move. Take 'auto', 'off' or"
-                " 'turns'."
+                "prefill.request_balance is 'no_moves', which only decode has. Use 'auto', 'off'"
+                " or 'turns'."
             )
         if self.prefill.drafts:
             raise ConfigError(
@@ -468,8 +467,8 @@ class Deployment(ConfigTable, frozen=True):
             )
         if self.prefill.tenant_promise != TENANT_PROMISE:
             raise ConfigError(
-                f"prefill.tenant_promise is {self.prefill.tenant_promise}; it is about steps of"
-                " decode. Set decode.tenant_promise."
+                f"prefill.tenant_promise is {self.prefill.tenant_promise}; it applies to decode"
+                " only. Set decode.tenant_promise."
             )
         if self.cluster.spans_hosts:
             _check_cluster(self)
@@ -480,8 +479,8 @@ class Deployment(ConfigTable, frozen=True):
             most, units = getattr(self.fleet, f"{role}_max"), units_of(self, role).units
             if 0 < most < units:
                 raise ConfigError(
-                    f"fleet.{role}_max is {most}, and {role}.units, the floor, is {units}. Raise the"
-                    " first."
+                    f"fleet.{role}_max ({most}) is less than {role}.units, the minimum ({units})."
+                    " Raise the maximum."
                 )
         total = sum(self.num_units_max(role) * units_of(self, role).ranks for role in ROLES)
         if total > _MOST_RANKS:
@@ -541,13 +540,13 @@ def _check_cluster(deployment: Deployment) -> None:
     if deployment.cluster.node_timeout_s < 4 * AGENT_BEAT_S:
         raise ConfigError(
             f"cluster.node_timeout_s ({deployment.cluster.node_timeout_s:g}) must be"
-            f" {4 * AGENT_BEAT_S:g} s at least: an agent speaks every {AGENT_BEAT_S:g} s."
+            f" {4 * AGENT_BEAT_S:g} s at least: an agent reports every {AGENT_BEAT_S:g} s."
         )
     if deployment.cluster.lease_s < 4 * deployment.cluster.node_timeout_s:
         raise ConfigError(
             f"cluster.lease_s ({deployment.cluster.lease_s:g}) must be four times"
-            f" cluster.node_timeout_s ({deployment.cluster.node_timeout_s:g}) at least: a node that"
-            " was cut off for a moment is to find what it ran."
+            f" cluster.node_timeout_s ({deployment.cluster.node_timeout_s:g}) at least: otherwise"
+            " a node that is cut off briefly ends its processes."
         )
 
 
@@ -565,28 +564,28 @@ def _check_gateways_on_nodes(deployment: Deployment) -> None:
         )
     if deployment.port == 0:
         raise ConfigError(
-            "port is 0, a free one, and gateways on nodes have the same port everywhere. Name one."
+            "port is 0 (any free port), and gateways on nodes need one port for all. Choose one."
         )
 
 
 def _check_deadlines(deployment: Deployment) -> None:
     """Refuse deadlines that would pass before a shorter one has had its effect."""
     if deployment.unit_timeout_s <= 2 * deployment.heartbeat_s:
-        raise ConfigError("unit_timeout_s must exceed two heartbeats (heartbeat_s).")
+        raise ConfigError("unit_timeout_s must be more than twice heartbeat_s.")
     if deployment.rank_timeout_s < 4 * RANK_HEARTBEAT_S:
         raise ConfigError(
-            f"rank_timeout_s is {deployment.rank_timeout_s}; ranks report every {RANK_HEARTBEAT_S} s, so"
-            f" it must be {4 * RANK_HEARTBEAT_S:g} at least, or ranks that are well are dropped."
+            f"rank_timeout_s is {deployment.rank_timeout_s}; ranks report every {RANK_HEARTBEAT_S}"
+            f" s, so it must be {4 * RANK_HEARTBEAT_S:g} at least, or healthy ranks are dropped."
         )
     if deployment.collective_timeout_s <= deployment.rank_timeout_s:
         raise ConfigError(
-            f"collective_timeout_s ({deployment.collective_timeout_s:g}) must exceed rank_timeout_s"
-            f" ({deployment.rank_timeout_s:g}): a silent rank is to be dropped by name before an"
-            " exchange gives up."
+            f"collective_timeout_s ({deployment.collective_timeout_s:g}) must exceed"
+            f" rank_timeout_s ({deployment.rank_timeout_s:g}): a silent rank must be found and"
+            " dropped before an exchange times out."
         )
     if deployment.unit_timeout_s <= deployment.rank_timeout_s:
         raise ConfigError(
-            "unit_timeout_s must exceed rank_timeout_s: a unit outlives the loss of a rank."
+            "unit_timeout_s must exceed rank_timeout_s, or the loss of a rank ends its unit."
         )
 
 

@@ -74,7 +74,7 @@ def read_text(
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise error(f"{path}: it is not text in UTF-8. Save it as such.") from None
+        raise error(f"{path}: it is not UTF-8 text. Save it as UTF-8.") from None
 
 
 def read_json(
@@ -289,15 +289,12 @@ def problem_of(value: Any) -> str | None:
             if not value.isascii():
                 value.encode()
         except UnicodeEncodeError:
-            return "holds half of a UTF-16 pair, which is no text"
+            return "has half of a UTF-16 surrogate pair, which is not a character"
     elif isinstance(value, float):
         if not math.isfinite(value):
             return f"is {value}; a finite number is needed"
     elif isinstance(value, _Digits):
-        return (
-            f"is a number of {value.number:,} digits; {MAX_DIGITS} are enough for all that is"
-            " counted here"
-        )
+        return f"is a number of {value.number:,} digits; at most {MAX_DIGITS} are allowed"
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "is a number beyond 64 bits"
     return None

@@ -77,13 +77,13 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
             self.num_retries,
         )
         if min(counts) < 0:
-            raise ValueError(f"the fact of {self.request_id!r} counts less than nothing: {counts}.")
+            raise ValueError(f"the fact of {self.request_id!r} has a negative count: {counts}.")
         if (self.first_token_s is None) != (self.tokens_out == 0) or (
             self.last_token_s is None
         ) != (self.first_token_s is None):
             raise ValueError(
-                f"the fact of {self.request_id!r} has {self.tokens_out} tokens, and times that"
-                " disagree."
+                f"the fact of {self.request_id!r} has {self.tokens_out} tokens; its times of the"
+                " first and last token do not fit that."
             )
         if (
             self.first_token_s is not None
@@ -142,13 +142,13 @@ class NodesFact(msgspec.Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1 or self.gpu_hour_micro_usd < 0:
             raise ValueError(
-                f"{self.unit} has {self.num_ranks} ranks, {self.ranks_per_node} to a node, at"
-                f" {self.gpu_hour_micro_usd} an hour; none of them can be negative, or no rank at"
-                " all."
+                f"{self.unit} has {self.num_ranks} ranks, {self.ranks_per_node} per node, at"
+                f" {self.gpu_hour_micro_usd} micro-dollars per GPU-hour; ranks must be at least 1,"
+                " the price at least 0."
             )
         if self.to_s < self.from_s:
             raise ValueError(
-                f"{self.unit} was up until {self.to_s}, before it came at {self.from_s}."
+                f"{self.unit} was up until {self.to_s}, which is before its start at {self.from_s}."
             )
 
 

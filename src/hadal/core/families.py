@@ -37,34 +37,34 @@ FAMILY = {
 """`model_type` -> model that is served."""
 
 _OTHERS: dict[str, tuple[str, str, str]] = {
-    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepSeek-V2", "its gate is another (softmax)"),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepSeek-V2", "its gate differs (softmax)"),
     "deepseek_v4": (
         "DeepseekV4ForCausalLM",
         "DeepSeek-V4",
-        "it is another architecture (compressed attention, hyper-connections, FP4 experts)",
+        "its architecture differs (compressed attention, hyper-connections, FP4 experts)",
     ),
-    "deepseek_v41": ("DeepseekV41ForCausalLM", "DeepSeek-V4.1", "it is another architecture"),
+    "deepseek_v41": ("DeepseekV41ForCausalLM", "DeepSeek-V4.1", "its architecture differs"),
     "kimi_k25": (
         "KimiK25ForConditionalGeneration",
         "Kimi-K2.5 or K2.6",
-        "it wraps Kimi-K2 in a model of images, and its experts are INT4",
+        "it is a vision model around Kimi-K2, and its experts are INT4",
     ),
     "kimi_k3": (
         "KimiK3ForConditionalGeneration",
         "Kimi-K3",
-        "it is another architecture (linear attention)",
+        "its architecture differs (linear attention)",
     ),
     "kimi_linear": (
         "KimiLinearForCausalLM",
         "Kimi-Linear",
-        "it is another architecture (linear attention)",
+        "its architecture differs (linear attention)",
     ),
-    "kimi_vl": ("KimiVLForConditionalGeneration", "Kimi-VL", "it is a model of images"),
-    "glm4_moe": ("Glm4MoeForCausalLM", "GLM-4.5 to 4.7", "its attention has no latents"),
+    "kimi_vl": ("KimiVLForConditionalGeneration", "Kimi-VL", "it is a vision model"),
+    "glm4_moe": ("Glm4MoeForCausalLM", "GLM-4.5 to 4.7", "its attention is not MLA"),
     "glm_moe_dsa": (
         "GlmMoeDsaForCausalLM",
         "GLM-5",
-        "its indexer is another (it rotates interleaved pairs, and layers may share a selection)",
+        "its indexer differs (it rotates interleaved pairs, and layers may share a selection)",
     ),
 }
 """`model_type` of models mistaken for one of the family -> (class, name, why not served)."""
@@ -94,7 +94,7 @@ def member_of(fields: Mapping[str, Any], source: str) -> FamilyMember:
     if member is None:
         known = ", ".join(map(repr, FAMILY))
         raise CheckpointError(
-            f"{source}: model_type is {shown(kind)}; served are {known}. {_INSTEAD}"
+            f"{source}: model_type is {shown(kind)}; use one of {known}. {_INSTEAD}"
         )
     if classes is not None and classes != [member.architecture]:
         raise CheckpointError(
@@ -130,7 +130,7 @@ def why_no_folder(asked: str, path: Path) -> str | None:
     path merely does not exist.
     """
     if asked.lower().endswith(".gguf"):
-        return f"{asked}: a GGUF file, which is not read. {OWN_WEIGHTS}."
+        return f"{asked}: a GGUF file, which cannot be read. {OWN_WEIGHTS}."
     if is_file(path):
         return f"{path}: a file. Give the Hugging Face folder that config.json is in."
     found = _HUB_ID.fullmatch(asked)

@@ -61,7 +61,7 @@ class Handshake:
     ) -> None:
         if len(key) < MIN_SECRET_BYTES or len(nonce) != NONCE_BYTES:
             raise ValueError(
-                f"a key of {len(key)} bytes and a nonce of {len(nonce)} are no handshake."
+                f"a key of {len(key)} bytes or a nonce of {len(nonce)} bytes has a wrong length."
             )
         self.nonce = nonce
         self.is_sealed = is_sealed
@@ -80,7 +80,7 @@ class Handshake:
         own, or is a second one.
         """
         if len(nonce) != NONCE_BYTES or nonce == self.nonce or self._peer_nonce:
-            raise ValueError("its challenge is not one of this protocol")
+            raise ValueError("its challenge is invalid or repeated")
         self._peer_nonce = nonce
 
     def proof(self, *claims: bytes) -> bytes:

@@ -26,7 +26,7 @@ def check_object(
         if name not in accepted:
             raise CheckpointError(
                 f"{source}: {name} is {shown(found[key])}, a key that Hadal does not know: it may"
-                f" change every token. --accept-config {name} serves the model as without it."
+                f" change every token. --accept-config {name} serves the model without it."
             )
     for key, row in table.items():
         if row.use is Use.FIXED:

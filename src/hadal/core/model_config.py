@@ -196,9 +196,9 @@ def _check_generation(fields: Mapping[str, Any], source: str, accepted: Collecti
         if is_refused and name not in accepted:
             _, _, effect = row.source.partition(": ")
             raise CheckpointError(
-                f"{source}: {key} is {shown(fields[key])}, which {effect} and is no default here."
-                f" Requests can ask for it where the API has it. --accept-config {name} serves the"
-                " model without it."
+                f"{source}: {key} is {shown(fields[key])}, which {effect} and which Hadal does not"
+                f" apply. Requests can set it where the API has it. --accept-config {name} serves"
+                " the model without it."
             )
 
 
@@ -352,8 +352,8 @@ class _TopKeys:
 
     def _differ(self, key: str, of: str, value: Any) -> CheckpointError:
         return CheckpointError(
-            f"{self.source}: {key} is {shown(self.fields[key])}, and {of} says {shown(value)}: both"
-            " state one value. Remove the wrong one."
+            f"{self.source}: {key} is {shown(self.fields[key])}, and {of} says {shown(value)}:"
+            " both must state the same value. Remove the wrong one."
         )
 
 
@@ -361,7 +361,7 @@ def _check(config: ModelConfig, source: str) -> None:
     """Raise CheckpointError for fields that contradict each other."""
     if config.qk_rope_head_dim % 2:
         raise CheckpointError(
-            f"{source}: qk_rope_head_dim is {config.qk_rope_head_dim}; rotation needs pairs."
+            f"{source}: qk_rope_head_dim is {config.qk_rope_head_dim}; it must be even."
         )
     if config.n_routed_experts % config.n_group:
         experts = f"n_routed_experts {config.n_routed_experts}"
@@ -374,11 +374,11 @@ def _check(config: ModelConfig, source: str) -> None:
     if config.num_experts_per_tok > reachable:
         raise CheckpointError(
             f"{source}: num_experts_per_tok {config.num_experts_per_tok} exceeds the {reachable}"
-            " experts of its groups."
+            " experts of topk_group groups."
         )
     if config.n_routed_experts // config.n_group < 2 and config.n_group > 1:
         raise CheckpointError(
-            f"{source}: a group needs two experts; its score is the sum of its two best."
+            f"{source}: each of the n_group groups needs the two experts whose scores are summed."
         )
     _check_indexer(config, source)
 
@@ -392,10 +392,10 @@ def _check_indexer(config: ModelConfig, source: str) -> None:
             raise CheckpointError(f"{source}: {name} is None; DeepSeek-V3.2 has an indexer.")
     if config.q_lora_rank is None:
         raise CheckpointError(
-            f"{source}: q_lora_rank is None; the indexer's queries are made of the query latent."
+            f"{source}: q_lora_rank is None; the indexer's queries are computed from that latent."
         )
     if (config.index_head_dim or 0) < config.qk_rope_head_dim:
         raise CheckpointError(
             f"{source}: index_head_dim {config.index_head_dim} is less than qk_rope_head_dim"
-            f" {config.qk_rope_head_dim}, which of it is rotated."
+            f" {config.qk_rope_head_dim}, the part of it that is rotated."
         )

@@ -113,7 +113,7 @@ class Placement:
         """
         if slot_to_expert_RS.shape != self.slot_to_expert_LRS.shape[1:]:
             raise ValueError(
-                f"a layer of {slot_to_expert_RS.shape} for a placement of {self.slot_to_expert_LRS.shape}."
+                f"shape {slot_to_expert_RS.shape} does not fit {self.slot_to_expert_LRS.shape}."
             )
         slots = self.slot_to_expert_LRS.copy()
         slots[layer] = slot_to_expert_RS

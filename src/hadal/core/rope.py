@@ -94,7 +94,7 @@ def parse_rope(
     if kind == "default":
         return theta, None
     if theta == 1:
-        raise CheckpointError(f"{source}: {where} is 1; YaRN needs more.")
+        raise CheckpointError(f"{source}: {where} is 1; YaRN needs a larger value.")
     values = {
         key: reader.value(key)
         for key in RopeScaling.__dataclass_fields__

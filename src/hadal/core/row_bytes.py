@@ -15,7 +15,7 @@ def row_bytes(hidden_size: int, row_format: str) -> int:
             return 2 * hidden_size
         case "fp8" | "fp8_pow2":
             return codes_bytes(hidden_size) + 4 * -(-hidden_size // SCALE_GROUP)
-    raise ValueError(f"{row_format!r} is no row format. Known: fp32, bf16, fp8, fp8_pow2.")
+    raise ValueError(f"{row_format!r} is not a row format; use fp32, bf16, fp8 or fp8_pow2.")
 
 
 def codes_bytes(hidden_size: int) -> int:

@@ -255,7 +255,7 @@ class BatchPages:
         if file.purpose != BATCH:
             raise ApiError(
                 400,
-                f"The file {file.id} has the purpose {file.purpose!r}; upload a file of requests.",
+                f"The file {file.id} has the purpose {file.purpose!r}; send a file of requests.",
                 param="input_file_id",
             )
         open_batches = await self._worker.call(self._store.open_batches)

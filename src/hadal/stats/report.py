@@ -228,7 +228,7 @@ class Report:
 def check_by(by: str) -> None:
     """Raise ValueError for an unknown breakdown."""
     if by not in BY:
-        raise ValueError(f"a report is by {', '.join(BY)}, not by {by!r}.")
+        raise ValueError(f"a report can be by {', '.join(BY)}, not by {by!r}.")
 
 
 def report(

@@ -63,7 +63,7 @@ def mooncake_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
             raise ConfigError(f"{where}: hash_ids is {shown(parts)}; it must be a list of numbers.")
         if len(parts) * MOONCAKE_PART_TOKENS < length:
             raise ConfigError(
-                f"{where}: {len(parts)} parts for {length} tokens: not one of Mooncake's traces."
+                f"{where}: {len(parts)} hash_ids for {length} tokens: not one of Mooncake's traces."
             )
         yield TraceRow(at_ms / 1e3, length, num_out, tuple(parts))
 

@@ -176,7 +176,7 @@ def test_fewer_groups_than_nodes_is_said(tmp_path: Path) -> None:
         sizes = ("--groups", str(groups), "--nodes", str(nodes))
         code, output = run(path, "--mode", mode, *sizes, ranks=8, slots=12)
         assert code == EXIT_CONFIG
-        assert f"{groups} groups are too few for {nodes} nodes" in output
+        assert f"{groups} expert groups are fewer than {nodes} nodes" in output
 
 
 def test_loads_too_large_to_add_up_are_said(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_traces_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--slo", "ttft=2s"), "tpot is not promised"),
+        (("--slo", "ttft=2s"), "tpot has no limit"),
         (("--slo", "e2e=2s,tpot=1s"), "'e2e' is not a quantity of an SLO"),
         (("--hardware", "h900"), "'h900' is unknown"),
         (("--hardware", "b200"), "no reliable price"),
@@ -190,7 +190,7 @@ ONE = b'{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1]}
     [
         ("a.toml", b"rate = 1", "unknown field 'rate'"),
         ("a.toml", b"= 1", "a.toml:"),
-        ("a.toml", b"\xff\xfe\x00", "not text in UTF-8"),
+        ("a.toml", b"\xff\xfe\x00", "not UTF-8 text"),
         ("a.txt", b"", "is not a traffic file"),
         ("a.jsonl", b"{}", "line 1: input_length is None"),
         ("a.jsonl", b"nothing", "a.jsonl:"),

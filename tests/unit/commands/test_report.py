@@ -119,7 +119,10 @@ def test_a_dash_has_a_reason(ledger: str, tmp_path: Path) -> None:
     text = call("--ledger", ledger, "--by", "tenant").stdout
     assert "- " not in text[text.index("tenant ") :].replace("─", "")
     assert "Nodes and cost are in the total only" in text
-    assert "- under nodes: no nodes of its own" in call("--ledger", ledger, "--by", "model").stdout
+    assert (
+        "- under nodes: the row had no nodes of its own"
+        in call("--ledger", ledger, "--by", "model").stdout
+    )
     path = str(tmp_path / "refused.sqlite")
     fact = RequestFact("e", "t", "m", 0, 0, 0, 0, "503", NOW_S - 9, NOW_S - 8)
     write(path, PackedFacts((fact,)))

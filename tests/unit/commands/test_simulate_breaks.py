@@ -72,7 +72,7 @@ def test_the_whole_table_is_one() -> None:
 def test_a_config_that_is_no_text_or_no_file_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "study.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    for given, why in ((path, "not text in UTF-8"), (tmp_path, "not a file")):
+    for given, why in ((path, "not UTF-8 text"), (tmp_path, "not a file")):
         result = CliRunner().invoke(app, ["simulate", "--config", str(given)])
         assert result.exit_code == 2
         assert why in result.stderr

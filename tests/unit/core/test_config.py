@@ -47,7 +47,10 @@ def test_a_field_that_cannot_work_is_named(fields: dict[str, Any], words: str) -
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"ranks": 12}, "ranks is 12, which does not fill nodes of 8"),
         ({"ranks": 4, "redundant_experts": -1}, "redundant_experts is -1; expected `int` >= 0"),
-        ({"redundant_experts": 8}, "redundant_experts is 8 with one rank: there is no second rank"),
+        (
+            {"redundant_experts": 8},
+            "redundant_experts is 8 with one rank: a replica needs a second rank",
+        ),
         ({"overlap": "dual"}, "overlap is 'dual'; known are 'auto'"),
         ({"mode": "fast"}, "mode is 'fast'"),
         ({"min_split_tokens": -1}, "min_split_tokens is -1; expected `int` >= 0"),
@@ -71,7 +74,10 @@ def test_a_field_of_the_units_is_named_with_their_kind(
         ("[ledger]\ngpu_hour_usd = -1.0", "ledger.gpu_hour_usd is -1.0; expected `float` >= 0.0"),
         ("[fleet]\nperiod_s = 1e5", "fleet.period_s is 100000.0; expected `float` <= 86400.0"),
         ("[fleet]\nbundle_decode = 1", "fleet.bundle_prefill is 0 and bundle_decode 1: a bundle"),
-        ("[fleet]\nprefill_max = 1\n[prefill]\nunits = 2", "fleet.prefill_max is 1, and prefill"),
+        (
+            "[fleet]\nprefill_max = 1\n[prefill]\nunits = 2",
+            "fleet.prefill_max (1) is less than prefill",
+        ),
         ("[gateway]\nprocesses = 0", "gateway.processes is 0; expected `int` >= 1"),
         ("[gateway]\nallowed_hosts = ['a', 3]", "gateway.allowed_hosts[1] is 3; expected `str`"),
         ("[cache]\ndisk_mb = 0", "cache.disk_mb is 0; expected `int` >= 1"),
@@ -86,10 +92,10 @@ def test_a_field_of_the_units_is_named_with_their_kind(
         ),
         ("limits = 1", "limits is 1; expected `object`, got `int`"),
         ("port = 65536", "port is 65536; expected `int` <= 65535"),
-        ('model = "a\\nb"', "model is 'a\\nb'; it holds a line's end"),
+        ('model = "a\\nb"', "model is 'a\\nb'; remove unprintable characters"),
         ('[decode]\nmode = "normal\\n"', "decode.mode is 'normal\\n'; known are '', 'normal'"),
         ("[prefill]\nunits = 4096\nranks = 64", "their units have 262,145 ranks together"),
-        ("[prefill]\nrequest_balance = 'no_moves'", "prompts never move"),
+        ("[prefill]\nrequest_balance = 'no_moves'", "which only decode has"),
     ],
 )
 def test_a_field_of_a_file_is_named_with_its_table(table: str, words: str, tmp_path: Path) -> None:

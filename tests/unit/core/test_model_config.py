@@ -49,9 +49,9 @@ def test_what_a_file_does_not_say() -> None:
     [
         (
             {"model_type": "llama"},
-            "model_type is 'llama'; served are 'deepseek_v3', 'deepseek_v32',",
+            "model_type is 'llama'; use one of 'deepseek_v3', 'deepseek_v32',",
         ),
-        ({"model_type": ["kimi_k2"]}, "model_type is ['kimi_k2']; served are"),
+        ({"model_type": ["kimi_k2"]}, "model_type is ['kimi_k2']; use one of"),
         (
             {"architectures": ["DeepseekV3ForSequenceClassification"]},
             "architectures is ['DeepseekV3ForSequenceClassification']; with model_type"
@@ -99,7 +99,7 @@ def test_what_a_file_does_not_say() -> None:
             {"quantization_config": {**FP8, "weight_block_size": [128, 0]}},
             "quantization_config.weight_block_size[1] is 0; expected `int` >= 1",
         ),
-        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; rotation needs pairs"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be even"),
         ({"n_group": 7}, "n_group 7 does not divide n_routed_experts 256"),
         ({"topk_group": 9}, "topk_group 9 exceeds n_group 8"),
         ({"num_experts_per_tok": 200}, "num_experts_per_tok 200 exceeds the 128 experts"),
@@ -168,7 +168,10 @@ def test_v32_under_its_own_name_and_under_that_of_v3(named: dict[str, Any]) -> N
         ({"index_topk": None}, "index_topk is None; DeepSeek-V3.2 has an indexer"),
         ({"index_n_heads": 0}, "index_n_heads is 0; expected `int` >= 1"),
         ({"index_topk": 1 << 30}, "index_topk is 1073741824; expected `int` <="),
-        ({"q_lora_rank": None}, "q_lora_rank is None; the indexer's queries are made of the query"),
+        (
+            {"q_lora_rank": None},
+            "q_lora_rank is None; the indexer's queries are computed from that",
+        ),
         ({"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
         (
             {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]},
@@ -210,12 +213,18 @@ def test_layers_of_glm_are_dense_first_and_then_sparse() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "deepseek_v2"}, "DeepSeek-V2, which is not served: its gate is another"),
-        ({"model_type": "deepseek_v4"}, "DeepSeek-V4, which is not served: it is another archi"),
+        ({"model_type": "deepseek_v2"}, "DeepSeek-V2, which is not served: its gate differs"),
+        (
+            {"model_type": "deepseek_v4"},
+            "DeepSeek-V4, which is not served: its architecture differs",
+        ),
         ({"model_type": "kimi_k25", "text_config": {}}, "Kimi-K2.5 or K2.6, which is not served"),
-        ({"model_type": "kimi_k3"}, "Kimi-K3, which is not served: it is another architecture"),
-        ({"model_type": "glm4_moe"}, "GLM-4.5 to 4.7, which is not served: its attention has no"),
-        ({"model_type": "glm_moe_dsa"}, "GLM-5, which is not served: its indexer is another"),
+        ({"model_type": "kimi_k3"}, "Kimi-K3, which is not served: its architecture differs"),
+        (
+            {"model_type": "glm4_moe"},
+            "GLM-4.5 to 4.7, which is not served: its attention is not MLA",
+        ),
+        ({"model_type": "glm_moe_dsa"}, "GLM-5, which is not served: its indexer differs"),
         ({"architectures": ["GlmMoeDsaForCausalLM"], "index_topk": 2048}, "GLM-5, which is not"),
     ],
 )

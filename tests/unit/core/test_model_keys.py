@@ -186,7 +186,10 @@ def test_generation_keys_that_change_nothing(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"num_local_experts": 128}, "num_local_experts is 128, and n_routed_experts says 256"),
-        ({"head_dim": 128}, "head_dim is 128, and qk_rope_head_dim says 64: both state one value"),
+        (
+            {"head_dim": 128},
+            "head_dim is 128, and qk_rope_head_dim says 64: both must state the same value",
+        ),
         ({"mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types is ["),
         ({"sliding_window": 4096}, "sliding_window is 4096; this architecture needs nothing"),
         ({"layer_types": ["sliding_attention"] * 61}, "layer_types is ["),

@@ -52,8 +52,8 @@ async def calibrate(client: httpx.AsyncClient, target: Target, texts: Texts) -> 
     reply = await _try(client, going_on, texts, _TRIED[0])
     if reply.status_code in (400, 422):
         notes.append(
-            "The server does not support ignore_eos: the model ends its answers, so they"
-            " are shorter than requested."
+            "The server does not support ignore_eos: the model may end an answer before the"
+            " requested length."
         )
         reply = await _try(client, target, texts, _TRIED[0])
     else:

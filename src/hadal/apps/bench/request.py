@@ -116,7 +116,7 @@ async def measure(
             else:
                 await _follow(reply, sample, now)
     except (TimeoutError, httpx.TimeoutException):
-        sample.error = f"no end within {target.timeout_s:g} s"
+        sample.error = f"the reply was not complete within {target.timeout_s:g} s"
     except httpx.ConnectError:
         sample.error = "no connection"
     except (httpx.HTTPError, httpx.StreamError):
@@ -135,7 +135,7 @@ async def _follow(reply: httpx.Response, sample: Sample, now: Callable[[], float
                     break
                 chunk = msgspec.json.decode(event.data)
                 if "error" in chunk:
-                    sample.error = f"in the stream: {_code(chunk['error'])}"
+                    sample.error = f"error in the stream: {_code(chunk['error'])}"
                     return
                 _take_chunk(chunk, sample, now())
     except (SSEError, msgspec.DecodeError, KeyError, TypeError, AttributeError):

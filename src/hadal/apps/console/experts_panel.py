@@ -63,9 +63,9 @@ class ExpertsPanel:
             self._nothing.set_content(
                 figures.empty(
                     "Each unit has one rank",
-                    "It has all experts, so there is nothing to place. With ranks = 4 in"
-                    " the deployment's [decode] table, experts are spread over ranks, and"
-                    " this page shows their placement.",
+                    "That rank has all experts, so there is nothing to place. With more ranks,"
+                    " such as ranks = 4 in the deployment's [decode] table, this page shows the"
+                    " placement of the experts.",
                 )
             )
             return
@@ -101,7 +101,7 @@ class ExpertsPanel:
             figures.facts(
                 (
                     ("Balance before", f"{move.balance_before:.3f}", "with the old placement"),
-                    ("after", f"{move.balance_after:.3f}", "with the new placement"),
+                    ("Balance after", f"{move.balance_after:.3f}", "with the new placement"),
                     ("Replicas moved", str(move.num_moved), f"in layer {move.layer}"),
                 )
             )

@@ -295,7 +295,7 @@ class Feed:
             try:
                 watcher.show(frame)
             except Exception:
-                log.exception("a page could not show a frame")
+                log.exception("a console page could not show a frame; it is asked to reload")
                 self.forget(watcher)
                 with suppress(Exception):  # The page's browser may be gone.
                     watcher.leave("This page could not show the latest data. Reload it.")

@@ -163,7 +163,7 @@ def serve_alone(
     else:
         deployment, status = read_run(folder).deployment, read_status(folder)
         if status is None:
-            raise ConfigError(f"{folder}: no supervisor answers there.")
+            raise ConfigError(f"{folder}: its supervisor has ended; start the server again.")
         settings, ledger = deployment.gateway, deployment.ledger.url
         asking = Asking(status.url)
         source = LiveSource(asking, folder, ledger_url(ledger) if ledger else "")

@@ -33,7 +33,7 @@ def calculate(arguments: dict[str, Any]) -> str:
     if op not in _OPERATIONS:
         raise ToolError(f"operator is {op[:20]!r}; one of {' '.join(_OPERATIONS)} is needed.")
     if op == "^" and (abs(b) > _MAX_POWER or b != b.to_integral_value()):
-        raise ToolError(f"b is {b}; a power is a whole number up to {_MAX_POWER}.")
+        raise ToolError(f"b is {b}; exponents are whole numbers of at most +/-{_MAX_POWER}.")
     with localcontext(prec=_MAX_DIGITS) as context:
         context.traps[Overflow] = True
         try:
@@ -199,9 +199,9 @@ def run(name: str, arguments: str) -> str:
     try:
         given = json.loads(arguments or "{}", parse_float=Decimal)
     except (ValueError, RecursionError, InvalidOperation):
-        raise ToolError("The arguments are no JSON.") from None
+        raise ToolError("The arguments are not valid JSON.") from None
     if not isinstance(given, dict):
-        raise ToolError("The arguments are no JSON object.")
+        raise ToolError("The arguments are not a JSON object.")
     return tool(given)
 
 

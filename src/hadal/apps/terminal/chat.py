@@ -34,7 +34,7 @@ HELP = """\
 /clear         forget the conversation
 /help          this text
 /quit          leave (so does Ctrl-D); Ctrl-C stops an answer, not the chat
-Several lines: between \"\"\" and \"\"\", or each but the last with a \\ at its end, or pasted."""
+Several lines: write \"\"\" before and after them, end all but the last with a \\, or paste them."""
 
 
 @dataclass

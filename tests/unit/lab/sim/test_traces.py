@@ -52,7 +52,7 @@ def test_mooncakes_sessions_by_hand() -> None:
 
 
 def test_mooncakes_rows_have_parts_for_all_their_tokens() -> None:
-    with pytest.raises(ValueError, match="1 parts for 513 tokens"):
+    with pytest.raises(ValueError, match="1 hash_ids for 513 tokens"):
         mooncake([row(0, 513, [1])])
 
 

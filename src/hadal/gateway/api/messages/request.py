@@ -357,7 +357,7 @@ def _turns(request: MessagesRequest) -> tuple[tuple[Turn, ...], str]:
         return tuple(turns), ""
     if len(messages) == 1 or turns[-1].calls:
         raise RequestError(
-            "The last message is an assistant's that cannot be continued: it is the only message, or"
+            "The last message, an assistant's, cannot be continued: it is the only message, or"
             " results of its tool calls are missing. Add a user message or the results.",
             "messages",
         )
