@@ -80,7 +80,7 @@ def read_head(message: Tensor, layer: int, kind: int, peer: int) -> tuple[int, i
     if (its_layer, its_kind) != (layer, kind) or num_rows < 0 or num_pairs < num_rows:
         raise MessageError(
             f"rank {peer} sent layer {its_layer}, kind {its_kind}, {num_rows} rows of {num_pairs}"
-            f" pairs; this is layer {layer}, kind {kind}."
+            f" pairs; expected are layer {layer}, kind {kind}, and at least one pair per row."
         )
     return num_rows, num_pairs
 

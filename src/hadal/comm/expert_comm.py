@@ -74,10 +74,10 @@ class ExpertComm:
     ) -> None:
         """`near`: ranks of this rank's node; None: all ranks."""
         if mode not in MODES:
-            raise ValueError(f"{mode!r} is no mode. Known: {', '.join(MODES)}.")
+            raise ValueError(f"{mode!r} is not a mode; use one of {', '.join(MODES)}.")
         if not 1 <= top_k <= MAX_TOP_K or max_tokens < 1:
             raise ValueError(
-                f"top_k {top_k} must be 1 to {MAX_TOP_K}, max_tokens {max_tokens} positive."
+                f"top_k {top_k} must be 1 to {MAX_TOP_K}, and max_tokens {max_tokens} at least 1."
             )
         self.layout = MessageLayout(dispatch_format, hidden_size)
         self.mode = mode
@@ -163,7 +163,9 @@ class ExpertComm:
                 f"{self.layout.hidden_size} and top {self._top_k}."
             )
         if self.mode == "low_latency" and num_tokens > self._max_tokens:
-            raise ValueError(f"{num_tokens} tokens; low-latency buffers hold {self._max_tokens}.")
+            raise ValueError(
+                f"low-latency buffers cannot hold {num_tokens} tokens, only {self._max_tokens}."
+            )
         if not self._free:
             raise InvariantError(f"{MAX_LIVE} dispatches are live already: finish one first.")
         way = route(ids_TK, self._installed.replicas[layer], layer + self.rank)
@@ -304,7 +306,7 @@ class Handle:
         comm, way, back_bytes = self._comm, self._route, self._comm.layout.back_bytes
         num_received = sum(self._num_from.values())
         if y_MD.shape[0] != num_received:
-            raise ValueError(f"{y_MD.shape[0]} outputs for {num_received} pairs.")
+            raise ValueError(f"{y_MD.shape[0]} outputs do not fit {num_received} received pairs.")
         y_MD = self._outputs = y_MD.contiguous()
         num_pairs = way.at_TK.numel()
         if self._buffers is not None:

@@ -70,8 +70,8 @@ class InstalledPlacement:
             or placement.num_expert_slots != self.num_expert_slots
         ):
             raise ValueError(
-                f"layer {layer} of a placement with {placement.num_expert_slots} slots; there are"
-                f" {len(self.replicas)} layers and {self.num_expert_slots} slots."
+                f"layer {layer} with {placement.num_expert_slots} slots per rank does not fit"
+                f" {len(self.replicas)} layers with {self.num_expert_slots} slots."
             )
         self._check(placement.of_layer(layer))
         self.replicas[layer] = replicas_of(placement, layer, self._device)

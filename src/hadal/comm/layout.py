@@ -38,7 +38,7 @@ class MessageLayout:
     def __post_init__(self) -> None:
         if self.dispatch_format not in DISPATCH_FORMATS:
             raise ValueError(
-                f"{self.dispatch_format!r} is no dispatch format. Known: {', '.join(DISPATCH_FORMATS)}."
+                f"{self.dispatch_format!r} is not a format; use {', '.join(DISPATCH_FORMATS)}."
             )
 
     @cached_property

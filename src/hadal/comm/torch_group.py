@@ -174,7 +174,7 @@ class TorchGroup:
         others = {rank for rank in self.members if rank != self.rank}
         if sends.keys() != others or (recvs is not None and recvs.keys() != others):
             raise ValueError(
-                f"an exchange needs a tensor for each of {sorted(others)}, and no other."
+                f"an exchange needs one tensor for each of the ranks {sorted(others)}."
             )
         exchange = TorchExchange(self, sends, recvs)
         if not others:
@@ -185,7 +185,7 @@ class TorchGroup:
             try:
                 self._work.put_nowait(exchange)
             except queue.Full:
-                raise ValueError(f"more than {MAX_IN_FLIGHT} exchanges are in flight.") from None
+                raise ValueError(f"at most {MAX_IN_FLIGHT} exchanges can be in flight.") from None
         return exchange
 
     def await_exchange(self, exchange: TorchExchange) -> None:

@@ -126,7 +126,7 @@ def _cache_arguments(
     cache_PLSD, block_table_BM, layer_index = seen.cache_PLSD, seen.block_table_BM, seen.layer_index
     num_blocks, num_layers, _, entry = cache_PLSD.shape
     if entry < width:
-        raise ValueError(f"cache_PLSD has entries of {entry} values; {width} are read.")
+        raise ValueError(f"cache_PLSD has entries of {entry} values; at least {width} are needed.")
     library.check_shape("block_table_BM", block_table_BM, (batch, block_table_BM.shape[-1]))
     library.check_shape("lengths_B", seen.lengths_B, (batch,))
     if not 0 <= layer_index < num_layers:

@@ -95,7 +95,7 @@ def check_asked(found: str) -> None:
     """Raise BuildError unless the library's instruction set `found`, or BEST, is requested."""
     asked = instruction_set()
     if asked not in (BEST, found):
-        raise BuildError(f"{KERNELS} is {asked!r}, and this processor gives {found}.")
+        raise BuildError(f"{KERNELS} is {asked!r}, and the kernels here were built for {found}.")
 
 
 def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
@@ -117,7 +117,7 @@ def build(on_elapsed: OnElapsed = lambda elapsed_s: None) -> Path:
                 _compile([*compiler, *flags], library, on_elapsed)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(
-            f"no kernels: {error}. HADAL_CACHE_DIR may name another folder to build in."
+            f"no kernels were built: {error}. To build in another folder, set HADAL_CACHE_DIR."
         ) from error
     return library
 

@@ -83,7 +83,7 @@ def weighted_sum(
     num_tokens, hidden = out_TD.shape
     num_rows, top_k = rows_PB.shape[0], ids_TK.shape[1]
     if row_format not in ("fp32", "bf16") or top_k > MAX_TOP_K:
-        raise ValueError(f"rows of {row_format} with {top_k} of a token cannot be summed.")
+        raise ValueError(f"rows in {row_format}, {top_k} per token, cannot be summed.")
     library.check_shape("rows_PB", rows_PB, (num_rows, row_bytes(hidden, row_format)))
     for name, tensor in (("at_TK", at_TK), ("ids_TK", ids_TK), ("weights_TK", weights_TK)):
         library.check_shape(name, tensor, (num_tokens, top_k))
@@ -112,4 +112,4 @@ def weighted_sum(
 def _check_rows(rows_NB: Tensor, num_rows: int, num_bytes: int) -> None:
     library.check_shape("rows_NB", rows_NB, (num_rows, num_bytes))
     if rows_NB.dtype is not torch.uint8 or (num_rows and rows_NB.stride(1) != 1):
-        raise ValueError("rows_NB must be uint8 with a row's bytes side by side.")
+        raise ValueError("rows_NB must be uint8, and each row's bytes contiguous.")

@@ -245,8 +245,8 @@ class DraftStep:
         max_full = max_rows if max_full is None else max_full
         if not 1 <= max_full <= max_rows:
             raise ValueError(
-                f"max_full is {max_full} of {max_rows} rows; both must be positive, and no more"
-                " rows draft than there are."
+                f"max_full is {max_full} of {max_rows} rows; it must be at least 1 and at most all"
+                " rows."
             )
         config, index = weights.config, len(weights.layers)
         dim = config.hidden_size
@@ -544,7 +544,7 @@ def _check_layer(layer: LayerWeights, name: str, c: ModelConfig) -> None:
             (moe.router_bias_E, (c.n_routed_experts,)),
         ]
         if len(moe.experts) != c.n_routed_experts:
-            raise ValueError(f"{name} has {len(moe.experts)} experts.")
+            raise ValueError(f"{name} has {len(moe.experts)} experts, not the config's number.")
         for expert in range(len(moe.experts)):
             wanted += _mlp_shapes(moe.experts[expert], width, dim)
     for weight, shape in wanted:

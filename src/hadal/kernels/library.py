@@ -32,7 +32,7 @@ _STATUS = {
     3: "a block table names a block that the cache does not have, or is too short for its length",
     4: "an expert id is out of range, or the expert has no replica",
     6: "a row or slot is out of range, or a slot appears twice",
-    7: "a row is to draft at a position before which there is none to attend to",
+    7: "a row cannot draft at a position without an earlier one to attend to",
 }
 _OUT_OF_MEMORY = 5
 
@@ -175,7 +175,7 @@ def check_shape(name: str, tensor: Tensor | Matrix, shape: tuple[int, ...]) -> N
 def check_array(name: str, values: np.ndarray, length: int, dtype: npt.DTypeLike) -> None:
     """Raise ValueError unless the array has `length` contiguous values of `dtype`."""
     if values.shape != (length,) or values.dtype != dtype or not values.flags.c_contiguous:
-        raise ValueError(f"{name} must be {length} values of {dtype} side by side.")
+        raise ValueError(f"{name} must be {length} contiguous values of {dtype}.")
 
 
 def as_int(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,7 @@ def linear(x_MK: Tensor, w: Matrix) -> Tensor:
         return twin.linear(x_MK, w)
     if x_MK.dim() < 1 or x_MK.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"x {list(x_MK.shape)} and w {list(w.shape)} do not multiply; [M, K] and [N, K] do."
+            f"x {list(x_MK.shape)} and w {list(w.shape)} do not fit; [M, K] and [N, K] are needed."
         )
     n, k = w.shape
     m = x_MK.numel() // k
@@ -133,5 +133,7 @@ def _rows_apart(kv_b: Matrix, num_heads: int, num_rows: int) -> int:
     """Return the rows per head. Raises ValueError if that is no integer or below `num_rows`."""
     apart = kv_b.shape[0] // num_heads
     if apart * num_heads != kv_b.shape[0] or apart < num_rows:
-        raise ValueError(f"kv_b has {kv_b.shape[0]} rows, which {num_heads} heads do not share.")
+        raise ValueError(
+            f"kv_b has {kv_b.shape[0]} rows: too few, or uneven for {num_heads} heads."
+        )
     return apart

@@ -87,4 +87,4 @@ def _check_masks(masks: RowMasks, num_rows: int, vocabulary: int) -> None:
     if not bits_MW.flags.c_contiguous:
         raise ValueError("bits_MW must be contiguous.")
     if not ((masks.of_R >= -1) & (masks.of_R < len(bits_MW))).all():
-        raise ValueError(f"the number of a row's mask is not one of {len(bits_MW)}.")
+        raise ValueError(f"of_R must have -1 or the number of one of the {len(bits_MW)} masks.")

@@ -126,7 +126,7 @@ class BlockAllocator:
         `take_changes` reports the cached blocks that were evicted for them.
         """
         if count < 0 or owner is None:
-            raise ValueError(f"cannot allocate {count} blocks for {owner!r}.")
+            raise ValueError(f"cannot allocate {count} blocks for the owner {owner!r}.")
         if count > self.num_free:
             return None
         self._touched()
@@ -306,7 +306,7 @@ class BlockAllocator:
         for block, position in zip(blocks, range(first, first + len(blocks)), strict=True):
             name = slice_of(chain, position, position + 1)
             if self._owners[block] is None or self._block_to_name.get(block, (name,))[0] != name:
-                raise InvariantError(f"block {block} has no owner or another name.")
+                raise InvariantError(f"block {block} has no owner, or has another name already.")
             other = self._name_to_block.get(name)
             if other is None:
                 self._name_to_block[name] = block
@@ -419,7 +419,7 @@ class BlockAllocator:
         if both := free & named:
             problems.append(f"blocks {sorted(both)} are free and named")
         if any([len(owners) < 2 for owners in self._owners if type(owners) is _Owners]):
-            problems.append("a block of one owner or none is said to have several")
+            problems.append("a block with less than two owners is recorded as shared")
         if (counts := (len(free), len(cached), len(owned))) and sum(counts) != self.num_usable:
             problems.append(f"{counts} free, cached and owned blocks are not {self.num_usable}")
         return problems + self._check_names(cached)
@@ -436,11 +436,11 @@ class BlockAllocator:
             problems.append("the counts of following blocks are wrong")
         blocked = {block for block in cached if self._block_to_name[block][0] in num_next}
         if blocked != self._blocked.keys():
-            problems.append("the cached blocks that others follow are not those counted as such")
+            problems.append("the record of cached blocks that others follow is wrong")
         if len(self._eviction) != len(self._name_to_block) or self._eviction.num_offered != len(
             cached
         ) - len(blocked):
-            problems.append("the eviction does not know the blocks that are here")
+            problems.append("the eviction's blocks are not the named and cached ones")
         return problems
 
     def _cache(self, block: int) -> None:

@@ -49,7 +49,7 @@ class DiskIndex:
     def put(self, names: bytes, locations: Sequence[DiskLocation | None]) -> None:
         """Add or move these blocks. A location of None is skipped: that block was not written."""
         if num_names(names) != len(locations):
-            raise ValueError(f"{len(locations)} locations for {num_names(names)} names.")
+            raise ValueError(f"{len(locations)} locations do not fit {num_names(names)} names.")
         for name, location in zip(split(names), locations, strict=True):
             if location is not None:
                 self._name_to_number[name] = number_of(location.segment, location.disk_slot)

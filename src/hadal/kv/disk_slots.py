@@ -57,7 +57,7 @@ class DiskSlots:
     def add_segment(self, segment: int, num_disk_slots: int) -> None:
         """Add a segment of free disk slots."""
         if segment in self._segment_to_names or not 0 < num_disk_slots <= MAX_SEGMENT_SLOTS:
-            raise ValueError(f"cannot add segment {segment} of {num_disk_slots} slots.")
+            raise ValueError(f"segment {segment} exists, or cannot have {num_disk_slots} slots.")
         self._segment_to_names[segment] = [None] * num_disk_slots
         self._free.add(number_of(segment, 0), num_disk_slots)
         self._eviction.capacity += num_disk_slots
@@ -112,7 +112,7 @@ class DiskSlots:
         InvariantError if a name has a disk slot already.
         """
         if len(set(names)) != len(names) or any(name in self._name_to_number for name in names):
-            raise InvariantError("a block that has a slot is given another one.")
+            raise InvariantError("a block is stored twice, or has a slot already.")
         dropped = bytearray()
         while len(self._free) < len(names) and (victim := self._eviction.victim()) is not None:
             dropped += victim
@@ -178,15 +178,15 @@ class DiskSlots:
             problems.append("names and slots do not agree")
         free = {slot for first, count in self._free for slot in range(first, first + count)}
         if free & set(held.values()) or len(free) + len(held) != self.num_slots:
-            problems.append(f"{len(free)} free and {len(held)} held slots are not {self.num_slots}")
+            problems.append(f"{len(free)} free and {len(held)} used slots are not {self.num_slots}")
         if self.num_slots != sum(map(len, self._segment_to_names.values())):
-            problems.append("the slots are not counted right")
+            problems.append("the number of slots is wrong")
         if not self._writing <= held.keys():
             problems.append("a block without a slot is being written")
         if len(self._eviction) != len(held) or self._eviction.num_offered != len(held) - len(
             self._writing
         ):
-            problems.append("the eviction does not know the blocks that are here")
+            problems.append("the eviction's blocks are not those with slots")
         return problems
 
     def _give_back(self, name: bytes) -> None:

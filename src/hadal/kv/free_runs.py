@@ -71,7 +71,7 @@ class FreeRuns:
         if any(first + count >= after for (first, count), (after, _) in pairwise(runs)):
             problems.append("free runs touch or overlap")
         if sum(count for _, count in runs) != self._num:
-            problems.append("the free slots are not counted right")
+            problems.append("the number of free slots is wrong")
         if self._end_to_first != {first + count: first for first, count in runs}:
             problems.append("the ends of free runs are wrong")
         if sorted((f, c) for c, firsts in self._count_to_firsts.items() for f in firsts) != runs:

@@ -12,7 +12,7 @@ def runs(first_row: Sequence[int], *rows: Sequence[int]) -> Iterator[tuple[int, 
     """
     if any(len(row) != len(first_row) for row in rows):
         raise ValueError(
-            f"rows of {[len(first_row), *map(len, rows)]} numbers have no runs in common."
+            f"rows need equal lengths; they have {[len(first_row), *map(len, rows)]} numbers."
         )
     cuts = {
         index

@@ -225,8 +225,8 @@ class ExpertStore:
             stage_id, record = self._staged.get(flip.layer, (None, None))
             if record is None or (stage_id, record.slot_to_expert) != (flip.stage_id, slots):
                 raise InvariantError(
-                    f"layer {flip.layer} flips to what stage {flip.stage_id} brought; staged is"
-                    f" {stage_id}" + (", with other slots." if stage_id == flip.stage_id else ".")
+                    f"layer {flip.layer} is to flip to stage {flip.stage_id}; staged is {stage_id}"
+                    + (", with other slots." if stage_id == flip.stage_id else ".")
                 )
             del self._staged[flip.layer]
             self._let_go.append(held)
@@ -273,7 +273,7 @@ class ExpertStore:
             if e != EMPTY and not 0 <= e < self._config.n_routed_experts
         ]
         if strange:
-            raise ValueError(f"there are no experts {strange[:8]}.")
+            raise ValueError(f"the model has no experts {strange[:8]}.")
         self._check(plan)
         with self._lock:
             # Both are freed on return, after the lock is released: a flip may wait for the lock.
@@ -283,7 +283,7 @@ class ExpertStore:
 
     def _check(self, plan: StagePlan) -> None:
         if plan.formation != self._formation:
-            raise Overtaken(f"staged for formation {plan.formation}; it is {self._formation}.")
+            raise Overtaken(f"staged for formation {plan.formation}; it is {self._formation} now.")
 
     def _keep(self, plan: StagePlan, record: _HeldLayer) -> None:
         with self._lock:

@@ -147,7 +147,7 @@ class MtpModule:
         """
         num_rows = len(tokens_T)
         if not 0 <= num_full <= num_rows:
-            raise ValueError(f"{num_full} of {num_rows} rows cannot draft.")
+            raise ValueError(f"num_full is {num_full}; it must be 0 to num_rows, {num_rows}.")
         if self._has_fused_step:
             step = self.fused_step(num_rows, num_full)
             logits = step(tokens_T, positions_T, block_table_TM, hidden_TD, num_full)
@@ -236,7 +236,7 @@ def right_drafts(module: MtpModule, tokens: Sequence[int], first: int) -> Tensor
     """
     if not 2 <= first < len(tokens):
         raise ValueError(
-            f"first is {first}; it must lie between 2 and the {len(tokens)} tokens of the text"
+            f"first is {first}; it must be at least 2 and below the text's {len(tokens)} tokens"
         )
     model = module.model
     block_ids = tuple(range(1, 1 + -(-len(tokens) // BLOCK_TOKENS)))

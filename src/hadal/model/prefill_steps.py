@@ -61,7 +61,7 @@ class PrefillSteps:
         ]
         if sum(map(len, wanted)) > self._max_slots:
             raise ValueError(
-                f"{sum(map(len, wanted))} chunks draw a token; this rank was made for"
+                f"{sum(map(len, wanted))} chunks draw a token; this rank was made for at most"
                 f" {self._max_slots}"
             )
         cache, chunks = self._model.cache, [*plan.chunks, *plan.second]

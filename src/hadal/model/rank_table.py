@@ -91,7 +91,7 @@ class RankTable:
             raise ValueError(f"slot {join.slot} is outside the table of {len(self._slots)}")
         if join.num_tokens >= self._max_positions or len(join.block_ids) > self._blocks.shape[1]:
             raise ValueError(
-                f"slot {join.slot}: {join.num_tokens} tokens exceed the model's"
+                f"slot {join.slot}: {join.num_tokens} tokens, or its blocks, exceed the model's"
                 f" {self._max_positions} positions"
             )
         self.leave(join.slot)

@@ -111,7 +111,7 @@ class ModelRunner:
         finally:
             self._is_stepping = self._progress.is_waiting = False
         for reason in drawn.failed.values():
-            _log.error("a request of step %d cannot go on: %s", plan.step_id, reason)
+            _log.error("a request of step %d cannot continue: %s", plan.step_id, reason)
         elapsed_s = time.perf_counter() - start_s
         return StepDone(
             plan.step_id,

@@ -37,8 +37,8 @@ from hadal.tokens.grammars import Grammars
 _GREEDY_BELOW = 1e-5
 """Temperatures up to this value mean greedy: dividing logits by them could overflow."""
 _REASONS = {
-    NOT_FINITE: f"{plans.NOT_FINITE}: its logits are infinite or no numbers",
-    NOTHING_LEFT: f"{NO_TOKEN}: logit_bias, penalties, and stop ids before min_tokens leave none",
+    NOT_FINITE: f"{plans.NOT_FINITE}: its logits have infinite values or NaN",
+    NOTHING_LEFT: f"{NO_TOKEN}: logit_bias, penalties or min_tokens exclude every token",
 }
 
 
@@ -143,7 +143,7 @@ class Sampler:
         self._leave_grammar(slot)
         if sampling.grammar is not None:
             if self._masks is None:
-                raise ValueError("a request has a grammar, and the rank was made without them.")
+                raise ValueError("a request has a grammar, but this rank has no grammars.")
             self._masks.join(slot, sampling.grammar, output)
 
     def leave(self, slot: int) -> None:
@@ -225,7 +225,7 @@ class Sampler:
         """Return the reason why no token could be drawn."""
         why = None if self._masks is None else self._masks.error(slot)
         if status == NOTHING_LEFT and why is not None:
-            return f"{NO_TOKEN}: its text cannot be held to its format any further ({why})"
+            return f"{NO_TOKEN}: its text can no longer follow its format ({why})"
         return _REASONS[status]
 
     def _leave_grammar(self, slot: int) -> None:

@@ -138,5 +138,5 @@ SCHEDULES: dict[str, Schedule] = {
 def schedule_named(name: str) -> Schedule:
     """Return the schedule with this name. Raises ValueError if there is none."""
     if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r} is not known; these are: {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule {name!r} is unknown; use one of {', '.join(SCHEDULES)}.")
     return SCHEDULES[name]

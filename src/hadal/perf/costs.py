@@ -111,7 +111,7 @@ class StepCosts:
 
     def __init__(self, num_layers: int, num_moe_layers: int) -> None:
         if not 0 <= num_moe_layers <= num_layers:
-            raise ValueError(f"{num_moe_layers} MoE layers of {num_layers} layers.")
+            raise ValueError(f"num_moe_layers is {num_moe_layers}; there are {num_layers} layers.")
         self.num_layers = num_layers
         self.num_moe_layers = num_moe_layers
         self._bins: dict[tuple[int, int], _Bin] = {}

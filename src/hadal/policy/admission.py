@@ -87,7 +87,7 @@ def admit_batch(view: SpareView) -> Refusal | None:
     ):
         return None
     return Refusal(
-        429, "other requests leave no capacity for those of batches.", BATCH_RETRY_S, NO_SPARE
+        429, "other requests leave no capacity for batch requests.", BATCH_RETRY_S, NO_SPARE
     )
 
 
@@ -132,7 +132,9 @@ def refuse_lengths(
     if max_tokens <= num_output:
         return f"max_tokens is {max_tokens}; nothing is left to generate."
     if num_prompt >= max_context:
-        return f"the prompt has {num_prompt} tokens; the model's context is {max_context}."
+        return (
+            f"the prompt has {num_prompt} tokens; fewer than {max_context} fit the model's context."
+        )
     return None
 
 

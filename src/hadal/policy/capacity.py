@@ -40,7 +40,7 @@ def decode_capacity(points: Sequence[DecodePoint], tpot_s: float) -> float:
     if tpot_s < ordered[0].tpot_s:
         raise ValueError(
             f"no batch reaches a TPOT of {tpot_s * 1e3:g} ms; the fastest takes"
-            f" {ordered[0].tpot_s * 1e3:g} ms. Promise less, or take faster hardware."
+            f" {ordered[0].tpot_s * 1e3:g} ms. Allow a longer TPOT, or use faster hardware."
         )
     # A larger batch never lowers a unit's best throughput: a point that is slower and does less is
     # ignored.
@@ -65,8 +65,8 @@ def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: fl
     """
     if service_s >= ttft_s:
         raise ValueError(
-            f"a prompt takes {service_s:g} s by itself and is promised within {ttft_s:g} s: promise"
-            " more time, or use units that prefill faster."
+            f"a prompt takes {service_s:g} s by itself, and the TTFT limit is {ttft_s:g} s: raise"
+            " the limit, or use units that prefill faster."
         )
     if num_servers < 1:
         raise ValueError("num_servers must be at least 1.")
@@ -93,7 +93,7 @@ def units_needed(tokens_per_s: float, unit_tokens_per_s: float, use: float) -> f
     """
     if unit_tokens_per_s <= 0.0 or not 0.0 < use <= 1.0:
         raise ValueError(
-            f"a unit of {unit_tokens_per_s:g} tokens/s used to {use:g} does nothing; capacity must"
-            " be positive and use in (0, 1]."
+            f"a unit has {unit_tokens_per_s:g} tokens/s and use {use:g}; the first must be above"
+            " 0, use above 0 and at most 1."
         )
     return tokens_per_s / (unit_tokens_per_s * use)

@@ -57,8 +57,8 @@ class Arrival:
     def __post_init__(self) -> None:
         if not 0 <= self.num_blocks <= self.num_blocks_worst:
             raise ValueError(
-                f"{self.num_blocks} blocks now, {self.num_blocks_worst} at its longest: not in"
-                " order."
+                f"num_blocks is {self.num_blocks}; it must be 0 to num_blocks_worst,"
+                f" {self.num_blocks_worst}."
             )
 
 

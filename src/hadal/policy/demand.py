@@ -43,8 +43,7 @@ class DayShape:
     def __post_init__(self) -> None:
         if not self.bins or min(self.bins) <= 0 or not np.all(np.isfinite(self.bins)):
             raise ValueError(
-                "a day's shape needs positive bins: give at least one, and what was counted in"
-                " each."
+                "a day's shape needs at least one bin, and each must be finite and above 0."
             )
         if self._values.min() <= 0:
             raise ValueError(

@@ -94,9 +94,7 @@ class ScalingRules:
                     " neither may be below 0."
                 )
         if bool(self.prefill.num_bundle) != bool(self.decode.num_bundle):
-            raise ValueError(
-                "a bundle has units of both roles, or there are no bundles: set both to 0."
-            )
+            raise ValueError("num_bundle must be above 0 for both roles, or 0 for both.")
         if (
             min(self.start_s, self.hold_s, self.margin) < 0
             or min(self.period_s, self.catch_up_s) <= 0

@@ -32,10 +32,10 @@ class Slo:
         for name in ("ttft_s", "tpot_s"):
             if not (getattr(self, name) > 0.0 and math.isfinite(getattr(self, name))):
                 raise ValueError(
-                    f"{name} is {getattr(self, name):g}; a promise is above 0 s and finite."
+                    f"{name} is {getattr(self, name):g}; it must be above 0 s and finite."
                 )
         if not (0.0 <= self.ttft_quantile < 1.0 and 0.0 <= self.tpot_quantile < 1.0):
-            raise ValueError("a promise on a quantile is of one from 0 to 1.")
+            raise ValueError("quantiles must be at least 0 and below 1.")
 
     def __str__(self) -> str:
         return (
@@ -54,17 +54,15 @@ def parse_slo(text: str) -> Slo:
             raise ValueError(f"{part.strip()!r} is not an SLO; write ttft=2s,tpot=50ms.")
         name, percentile, number, unit = found.groups()
         if name not in _QUANTITIES:
-            raise ValueError(f"{name!r} is not a quantity of an SLO; known are {_KNOWN}.")
+            raise ValueError(f"{name!r} is not a quantity of an SLO; use {_KNOWN}.")
         if name in seconds:
             raise ValueError(f"{name} is given twice; give it once.")
         if unit not in _UNITS_S:
-            raise ValueError(
-                f"{part.strip()!r} has no unit that is known: s or ms, as in ttft=2s,tpot=50ms."
-            )
+            raise ValueError(f"{part.strip()!r} needs the unit s or ms, as in ttft=2s,tpot=50ms.")
         try:
             seconds[name] = float(number) * _UNITS_S[unit]
         except ValueError:
-            raise ValueError(f"{number!r} in {part.strip()!r} is no number.") from None
+            raise ValueError(f"{number!r} in {part.strip()!r} is not a number.") from None
         quantiles[name] = float(percentile) / 100.0 if percentile else MEAN
         if percentile and not 0.0 < quantiles[name] < 1.0:
             raise ValueError(
@@ -72,7 +70,7 @@ def parse_slo(text: str) -> Slo:
             )
     for name in _QUANTITIES:
         if name not in seconds:
-            raise ValueError(f"{name} is not promised; write ttft=2s,tpot=50ms.")
+            raise ValueError(f"{name} has no limit; write ttft=2s,tpot=50ms.")
     return Slo(seconds["ttft"], seconds["tpot"], quantiles["ttft"], quantiles["tpot"])
 
 

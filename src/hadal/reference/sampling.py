@@ -125,7 +125,7 @@ def sample(
     if len(np.unique(slots_B)) < len(slots_B):
         raise ValueError("a slot appears twice.")
     if (num_B < 1).any() or int(num_B.sum()) != len(fed_R):
-        raise ValueError(f"{num_B.tolist()} rows of the slots are not the {len(fed_R)} there are.")
+        raise ValueError(f"{num_B.tolist()} rows per slot are below 1, or not {len(fed_R)} in all.")
     first_B = num_B.cumsum() - num_B
     num_drawn_B = np.zeros_like(num_B)
     num_best = max(int(table.slots_S["num_logprobs"][slots_B].max(initial=0)), 0)

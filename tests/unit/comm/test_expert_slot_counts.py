@@ -191,9 +191,9 @@ def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
 def test_a_layer_that_cannot_be_leaves_the_old_one() -> None:
     placement = spread(LAYERS, EXPERTS, 1)
     comm, tokens = make(None, "fp32", "normal", placement), scene(5)
-    with pytest.raises(ValueError, match="2 layers and 16 slots"):
+    with pytest.raises(ValueError, match="2 layers with 16 slots"):
         comm.install_layer(2, placement)
-    with pytest.raises(ValueError, match="2 layers and 16 slots"):
+    with pytest.raises(ValueError, match="2 layers with 16 slots"):
         comm.install_layer(0, Placement(EXPERTS, placement.slot_to_expert_LRS[:, :, :15]))
     holes = placement.slot_to_expert_LRS[0].copy()
     holes[0, 0] = holes[0, 1]

@@ -190,7 +190,7 @@ def test_bad_input_is_refused_and_nothing_written() -> None:
         ((tokens, positions + 2048, table, hidden), 2, "position"),
         ((tokens, positions + 64, table, hidden), 2, "block"),
         ((tokens, positions, table + 100, hidden), 2, "block"),
-        ((tokens, positions - torch.tensor([3, 0, 0]), table, hidden), 1, "to draft at a position"),
+        ((tokens, positions - torch.tensor([3, 0, 0]), table, hidden), 1, "draft at a position"),
         ((tokens, positions[:1], table, hidden), 2, "positions_T"),
         ((tokens, positions, table[:2], hidden), 2, "block_table_TM"),
         ((tokens, positions, table, hidden[:2]), 2, "hidden_TD"),

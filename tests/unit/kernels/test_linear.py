@@ -95,7 +95,7 @@ def test_leading_dimensions_are_kept() -> None:
 
 
 def test_shapes_are_checked() -> None:
-    with pytest.raises(ValueError, match="do not multiply"):
+    with pytest.raises(ValueError, match="do not fit"):
         linear(torch.randn(2, 3), stored(torch.randn(4, 5)))
 
 

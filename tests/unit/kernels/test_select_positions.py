@@ -115,5 +115,5 @@ def test_bad_input_is_refused() -> None:
         run(q_BJX, weights_BJ, kv, [65], layer=2)
     with pytest.raises(ValueError, match="weights_BJ"):
         run(q_BJX, weights_BJ[:, :1], kv, [65])
-    with pytest.raises(ValueError, match="entries of 8 values; 9 are read"):
+    with pytest.raises(ValueError, match="entries of 8 values; at least 9 are needed"):
         run(torch.randn(1, 2, 9), weights_BJ, kv, [65])

@@ -32,5 +32,5 @@ def test_a_known_name_moves_and_a_dropped_one_is_gone() -> None:
 
 
 def test_every_name_needs_a_place() -> None:
-    with pytest.raises(ValueError, match="1 locations for 2 names"):
+    with pytest.raises(ValueError, match="1 locations do not fit 2 names"):
         DiskIndex().put(A + B, (FAR,))

@@ -15,7 +15,7 @@ def test_neighbours_in_all_rows_are_one_run() -> None:
     assert list(runs([7])) == [(0, 1)]
     assert list(runs([1, 2, 3, 9, 8, 9])) == [(0, 3), (3, 1), (4, 2)]
     assert list(runs([1, 2, 3, 4], [5, 6, 8, 9])) == [(0, 2), (2, 2)]
-    with pytest.raises(ValueError, match="in common"):
+    with pytest.raises(ValueError, match="need equal lengths"):
         list(runs([1, 2], [1]))
 
 

@@ -328,7 +328,7 @@ def test_what_is_given_up_does_not_pile_up(plain: Peer) -> None:
     for at in range(num_layers):
         assert store.stage(StagePlan(0, at + 1, at, slots, ()), nobody).error is None
     for at in range(num_layers - 1):
-        with pytest.raises(InvariantError, match=f"stage {at + 1} brought; staged is None"):
+        with pytest.raises(InvariantError, match=f"stage {at + 1}; staged is None"):
             store.flip(weights, flip_of(slots, at + 1, at), 1)
     store.flip(weights, flip_of(slots, num_layers, num_layers - 1), 1)
 

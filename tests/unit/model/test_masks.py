@@ -99,12 +99,12 @@ def test_a_text_that_cannot_be_followed_fails_with_a_reason_and_alone() -> None:
     sampler.join(1, Sampling(grammar=LISTS), 0)
     _, failed = draw(sampler, [0, 1], [[0], [0]], 0)
     assert failed.keys() == {0}
-    assert failed[0].startswith(f"{NO_TOKEN}: its text cannot be held to its format")
+    assert failed[0].startswith(f"{NO_TOKEN}: its text can no longer follow its format")
     sampler.leave(0)
     sampler.leave(1)
     assert not sampler.has_grammars
 
 
 def test_a_sampler_without_grammars_takes_none() -> None:
-    with pytest.raises(ValueError, match="without them"):
+    with pytest.raises(ValueError, match="has no grammars"):
         Sampler(1, V).join(0, Sampling(grammar=LISTS), 0)

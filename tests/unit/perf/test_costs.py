@@ -176,7 +176,7 @@ def test_odd_steps_are_ignored() -> None:
             [MicroBatchWork(2.0 ** (i % 20), 3.0 ** (i % 17))], [OpTime("attn_in", 1, 1e-3)]
         )
     assert len(costs._bins) <= MAX_BINS
-    with pytest.raises(ValueError, match="9 MoE layers of 8 layers"):
+    with pytest.raises(ValueError, match="num_moe_layers is 9; there are 8 layers"):
         StepCosts(8, 9)
 
 

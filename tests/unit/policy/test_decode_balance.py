@@ -224,7 +224,7 @@ def test_no_ranks_and_no_arrivals() -> None:
 
 
 def test_an_arrival_is_not_larger_than_its_worst_case() -> None:
-    with pytest.raises(ValueError, match="not in order"):
+    with pytest.raises(ValueError, match="must be 0 to num_blocks_worst"):
         Arrival(3, 2)
 
 

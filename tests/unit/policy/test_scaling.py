@@ -230,7 +230,7 @@ def test_a_unit_of_unknown_speed_is_not_too_slow() -> None:
         ({"use": 0.0}, {}, "use is 0"),
         ({"unit_nodes": 0}, {}, "unit_nodes is 0"),
         ({"num_extra": -1}, {}, "may be below 0"),
-        ({"num_bundle": 0}, {}, "set both to 0"),
+        ({"num_bundle": 0}, {}, "or 0 for both"),
         ({}, {"start_s": -1.0}, "start_s"),
         ({}, {"period_s": 0.0}, "period_s"),
         ({}, {"num_nodes_max": 20}, "takes 26 nodes, and there are 20"),

@@ -81,7 +81,7 @@ class Inbox:
         TooLargeError; ValueError if too many are in flight.
         """
         if len(self._exchanges) >= MAX_IN_FLIGHT:
-            raise ValueError(f"more than {MAX_IN_FLIGHT} exchanges are in flight.")
+            raise ValueError(f"at most {MAX_IN_FLIGHT} exchanges can be in flight.")
         exchange.sequence = self.next_sequence
         self.next_sequence += 1
         self._exchanges[exchange.sequence] = exchange

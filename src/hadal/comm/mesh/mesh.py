@@ -152,7 +152,7 @@ class MeshGroup:
         formation = self.formation
         peers = formation.peers
         if sends.keys() != set(peers) or (recvs is not None and recvs.keys() != set(peers)):
-            raise ValueError(f"an exchange needs a tensor for each of {peers}, and no other.")
+            raise ValueError(f"an exchange needs one tensor for each of the ranks {peers}.")
         views = {peer: bytes_of(sends[peer]) for peer in peers}
         exchange = MeshExchange(peers, recvs, self._wait_for)
         try:

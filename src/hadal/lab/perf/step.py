@@ -94,7 +94,7 @@ class StepModel:
                 f" {redundant_default(model, num_ranks)} redundant replicas would."
             )
         if placed is not None and placed < 1.0:
-            raise ValueError(f"placed (a maximum over a mean) is {placed}; it must be at least 1.")
+            raise ValueError(f"placed (maximum / mean) is {placed}; it must be at least 1.")
         if expert_dtype not in (FP8, FP4) or (expert_dtype == FP4 and not hardware.fp4_flops):
             raise ValueError(
                 f"experts in {expert_dtype!r} do not run on {hardware.name}: fp8 runs on"
@@ -370,5 +370,5 @@ def _check_imbalance(expert: float | None, attention: float) -> None:
     for what, value in (("expert", expert), ("attention", attention)):
         if value is not None and not (value >= 1.0 and math.isfinite(value)):
             raise ValueError(
-                f"{what} imbalance is {value:g}; a maximum over a mean must be at least 1."
+                f"{what} imbalance is {value:g}; maximum / mean must be finite and at least 1."
             )

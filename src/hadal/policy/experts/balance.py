@@ -116,8 +116,8 @@ def balance(
     steps = sample(window) * _scale(window, len(living)) if len(window) > 1 else None
     if mode in ("hierarchical", "hybrid") and len(np.unique(node_R)) > num_groups:
         raise ValueError(
-            f"{num_groups} groups are too few for {len(np.unique(node_R))} nodes to keep each on"
-            " one; use mode global."
+            f"{num_groups} expert groups are fewer than {len(np.unique(node_R))} nodes; use mode"
+            " global."
         )
     sizes = (num_experts, num_layers, len(cluster.expert_slots))
     if current is not None:
@@ -304,7 +304,7 @@ def _checked(loads: Floats, mode: str, num_groups: int) -> Floats:
     if not np.isfinite(window).all() or (window < 0).any():
         raise ValueError("loads must be numbers of tokens, 0 or more.")
     if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is unknown; {', '.join(MODES)} are known.")
+        raise ValueError(f"mode {mode!r} is unknown; use one of {', '.join(MODES)}.")
     if mode in ("hierarchical", "hybrid") and (num_groups < 1 or window.shape[2] % num_groups):
         raise ValueError(
             f"{window.shape[2]} experts do not divide evenly into {num_groups} groups."

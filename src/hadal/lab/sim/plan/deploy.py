@@ -163,7 +163,7 @@ def notes_of(plan: DeploymentPlan) -> dict[str, str]:
     prefill, decode, unit = plan.prefill, plan.decode, plan.decode_unit
     why = "more do not fit beside the weights" if unit.is_memory_bound else "more would be slower"
     notes = {
-        "chunk_tokens": "most tokens per rank in a prefill step",
+        "chunk_tokens": "maximum number of tokens per rank in a prefill step",
         "prefill.ranks": f"{prefill.unit_nodes:g} nodes",
         "decode.ranks": f"{decode.unit_nodes:g} nodes",
         "prefill.redundant_experts": f"{plan.prefill_unit.model.num_expert_slots} expert slots"

@@ -416,7 +416,7 @@ class Pricing:
 
     def _no_room(self, model: StepModel, mtp_tokens: int) -> str:
         return (
-            f"does not fit: weights {_gb(model.hbm_bytes(0, mtp_tokens))} of"
+            f"does not fit: weights take {_gb(model.hbm_bytes(0, mtp_tokens))} of"
             f" {_gb(self.hardware.hbm_bytes)}"
         )
 

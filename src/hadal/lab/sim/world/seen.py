@@ -153,7 +153,7 @@ def read(
 ) -> Reading:
     """Sum up the records of [begin_s, end_s). Raises ValueError if the interval is empty."""
     if not begin_s < end_s:
-        raise ValueError(f"[{begin_s}, {end_s}) is empty.")
+        raise ValueError(f"the interval [{begin_s}, {end_s}) is empty.")
 
     def inside(time_s: Floats) -> NDArray[np.bool_]:
         return (time_s >= begin_s) & (time_s < end_s)

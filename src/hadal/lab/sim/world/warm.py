@@ -60,7 +60,7 @@ class WarmUnit:
                 case Release() | Tick():
                     pass
                 case _:
-                    raise InvariantError(f"{WARM} cannot take {type(event).__name__}")
+                    raise InvariantError(f"{WARM} cannot handle {type(event).__name__}")
         return out
 
     def _done(self, generation: Generation) -> PrefillDone:

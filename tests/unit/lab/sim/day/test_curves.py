@@ -62,7 +62,7 @@ def test_it_goes_through_what_was_measured() -> None:
 @given(measured(), st.floats(0.002, 0.3))
 def test_what_a_unit_is_counted_on_keeps_the_promise(made: UnitCurves, promise_s: float) -> None:
     if promise_s < made.tpot_s(np.array(1.0)):
-        with pytest.raises(ValueError, match="Promise less, or take faster hardware"):
+        with pytest.raises(ValueError, match="Allow a longer TPOT, or use faster hardware"):
             made.decode_tokens_per_s(promise_s)
         return
     tokens_per_s = made.decode_tokens_per_s(promise_s)

@@ -105,7 +105,7 @@ def test_nodes_are_those_of_the_hardware() -> None:
         ),
         (units(DECODE, max_requests=0), "decode.max_requests is 0; it must be at least 1"),
         (units(DECODE, ranks=2, redundant_experts=0), "no memory left for KV with 128 experts"),
-        (units(DECODE, bundle=0), "no bundles: set both to 0"),
+        (units(DECODE, bundle=0), "for both roles, or 0 for both"),
         (units(DECODE, use=1.5), "use is 1.5"),
         (units(DECODE, units_min=0), "num_min is 0"),
     ],

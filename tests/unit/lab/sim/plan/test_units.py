@@ -48,7 +48,7 @@ def test_memory_bounds_a_narrow_unit() -> None:
 def test_what_does_not_fit_and_what_is_too_slow() -> None:
     small = decode(8, 0)
     assert isinstance(small, Rejected)
-    assert small.why == "does not fit: weights 101 GB of 80 GB"
+    assert small.why == "does not fit: weights take 101 GB of 80 GB"
     fast = decode(144, 32, tpot_s=0.005)
     assert isinstance(fast, Rejected)
     assert "TPOT" in fast.why

@@ -42,7 +42,7 @@ def test_a_sentence_says_how_much_and_what_of() -> None:
 def test_what_cannot_be_is_there_once_for_each_width() -> None:
     rows = list(rejected_rows(priced().rejected))
     assert len({(row.dimension, row.value.split("+")[0]) for row in rows}) == len(rows)
-    assert any("does not fit: weights 101 GB of 80 GB" in row.why for row in rows)
+    assert any("does not fit: weights take 101 GB of 80 GB" in row.why for row in rows)
 
 
 def test_what_could_not_be_chosen() -> None:

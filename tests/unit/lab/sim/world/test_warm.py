@@ -104,7 +104,7 @@ def test_it_answers_a_prompt_with_its_next_token() -> None:
     assert sent.message.lease is not None
     assert (sent.message.lease.num_tokens, len(sent.message.lease.block_ids)) == (80, 2)
     assert unit.handle(0.0, FrontUp("x")) == unit.start(0.0)
-    with pytest.raises(InvariantError, match="cannot take UnitDown"):
+    with pytest.raises(InvariantError, match="cannot handle UnitDown"):
         unit.handle(0.0, UnitDown("decode-0", "gone"))
 
 
