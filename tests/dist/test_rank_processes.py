@@ -204,7 +204,7 @@ def test_the_next_leader_takes_over_ranks_that_live_with_their_kv(
         assert number == signal.SIGKILL or f"{leader} has sent no heartbeat" in log
         # On a busy machine a rank may answer its leader too late, or a leader the front.
         is_timely = (
-            len(formations(log, leader)[0]) == len(ranks) and "took its ranks over" not in log
+            len(formations(log, leader)[0]) == len(ranks) and "took over its ranks" not in log
         )
         if leader == "decode-0" and is_timely:
             assert metric(struck, "hadal_retries_total") == num_retries, "their KV was lost"

@@ -158,7 +158,7 @@ class Nodes:
         if any(other.order.epoch_number >= epoch_number for other in others):
             return
         for other in others:
-            other.reason = other.reason or f"it was followed by another, on node {node.number}"
+            other.reason = other.reason or f"a newer process of its name runs on node {node.number}"
         # Its arguments are unknown; they matter only to a process to be started.
         node.processes[name] = FarProcess(ProcessOrder(name, epoch_number, (), 0), news)
         self.has_moved = True
@@ -210,7 +210,7 @@ class Nodes:
             node.heard_s = min(now_s, node.heard_s + missed_s)
             if node.phase is NodePhase.UP and now_s - node.heard_s > self._timeout_s:
                 node.phase = NodePhase.LOST
-                self._lose(node, f"its node has not been heard for {self._timeout_s:g} s")
+                self._lose(node, f"its node has sent no report for {self._timeout_s:g} s")
                 lost.append(node)
             if node.phase is not NodePhase.ABSENT and now_s - node.ordered_s >= AGENT_BEAT_S:
                 self.order(now_s, node)
@@ -245,7 +245,7 @@ class Nodes:
         if node.news is not None:
             self._gone.add((number, node.news.boot))
             self._send(node.agent, NodeOrders((), is_over=True))
-        self._lose(node, "its node was given back")
+        self._lose(node, "its node was released to its provider")
         self.nodes[number] = Node(number)
 
     def order(self, now_s: float, node: Node, addresses: dict[str, Address] | None = None) -> None:

@@ -131,7 +131,7 @@ def _plain(value: object) -> object:
         return value.tolist()
     if isinstance(value, range):
         return list(value)
-    raise NotImplementedError(f"{type(value).__name__} cannot be written down.")
+    raise NotImplementedError(f"{type(value).__name__} cannot be recorded.")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
@@ -165,7 +165,7 @@ def parse(data: bytes) -> Recording:
         raise RecordingError(
             "it is empty: the process ended before its role began."
             if is_cut_off
-            else "it is no recording."
+            else "it is not a recording."
         )
     try:
         opening = _opening_decoder.decode(bodies[0])
@@ -175,7 +175,7 @@ def parse(data: bytes) -> Recording:
             )
         return Recording(opening, tuple(_call_decoder.decode(body) for body in bodies[1:]))
     except msgspec.MsgspecError as error:
-        raise RecordingError(f"it is no recording, or another version's ({error}).") from error
+        raise RecordingError(f"it is not a recording, or of another version ({error}).") from error
 
 
 def _frames(data: bytes) -> Sequence[bytes]:

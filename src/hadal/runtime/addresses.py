@@ -47,7 +47,7 @@ def read_address(path: Path) -> Address:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Address)
     except msgspec.MsgspecError as error:
-        raise OSError(f"{path}: no address of a process ({error}).") from error
+        raise OSError(f"{path}: not the address of a process ({error}).") from error
 
 
 def identity_of(path: Path) -> Identity:

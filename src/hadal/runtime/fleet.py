@@ -123,7 +123,7 @@ class FleetExecutor:
                     child.signal(signal.SIGKILL)
         gone, self._gone = self._gone, []
         for unit in gone:
-            log.info("%s ended: it did not run", unit)
+            log.info("%s has ended: it was not running", unit)
             self.tell(now_s, UnitDown(unit, "it did not run"))
         if now_s >= self._wake_s:
             self._wake_s = math.inf

@@ -19,7 +19,7 @@ def open_listener(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ConfigError(
-            f"host {host!r} is no address of this machine ({error.strerror})."
+            f"host {host!r} is not an address of this machine ({error.strerror})."
         ) from error
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)

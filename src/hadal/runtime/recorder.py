@@ -103,7 +103,7 @@ class Tape:
         try:
             self._append(frame(entry))
         except OSError as error:
-            log.warning("the recording stops here: %s", error)
+            log.warning("the recording is incomplete: it cannot be written any further: %s", error)
             self._append = None
 
 

@@ -96,7 +96,7 @@ def plan(deployment: Deployment, room: Room | None = None) -> Resolved:
         )
     if device == "cpu" and transport in ("nccl", "deepep"):
         raise ConfigError(
-            f"transport {transport!r} needs GPUs, and this machine has none. CPUs take tcp or gloo."
+            f"transport {transport!r} needs GPUs, and this machine has none. Use tcp or gloo."
         )
     deployment = msgspec.structs.replace(
         deployment,

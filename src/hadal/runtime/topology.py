@@ -231,7 +231,7 @@ def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[
         reasons += found
     elif largest > 1 and deployment.transport == "nccl" and num_gpus < largest:
         reasons.append(
-            f"a unit needs {largest} GPUs, one per rank (nccl); this host has {host}. With gloo ranks"
-            " may share them."
+            f"a unit needs {largest} GPUs, one per rank (nccl); this host has {host}. With gloo,"
+            " ranks may share GPUs."
         )
     return reasons

@@ -349,7 +349,7 @@ def test_strangers_and_what_it_cannot_take() -> None:
     driver.tell(UnitDown("somebody", "gone"))
     driver.tell(UnitDown("decode-5", "it never ran"))
     assert driver.fleet.counts() == before
-    with pytest.raises(InvariantError, match="cannot take Drain"):
+    with pytest.raises(InvariantError, match="cannot handle Drain"):
         driver.fleet.handle(0.0, Drain())
 
 

@@ -50,7 +50,7 @@ def test_the_fleet_starts_with_the_floor() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"prefill_max": 1}, "fleet.prefill_max is 1, and prefill.units, the floor, is 2"),
+        ({"prefill_max": 1}, r"prefill_max \(1\) is less than prefill.units, the minimum \(2\)"),
         ({"decode_use": 0.0}, "decode_use is 0.0; expected `float` > 0.0"),
         ({"prefill_use": 1.5}, "prefill_use is 1.5; expected `float` <= 1.0"),
         ({"start_s": 0.0}, "start_s is 0.0; expected `float` > 0.0"),

@@ -184,7 +184,7 @@ def test_what_ran_on_a_lost_node_is_over_with_a_reason() -> None:
     assert book.pass_time(2 * TIMEOUT_S, news(1, runs("decode-2", at=address(1)))) == [0]
     assert (ended.code, ended.reason) == (3, "")
     assert lost.code == -signal.SIGKILL
-    assert "not been heard for 1.5 s" in lost.reason
+    assert "sent no report for 1.5 s" in lost.reason
     assert (other.code, other.reason) == (None, "")
     assert book.addresses() == {"decode-2": address(1)}
 
@@ -283,7 +283,7 @@ def test_an_agent_that_follows_one_that_was_lost() -> None:
     process = book.run(book.now_s, 0, order("decode-0"))
     book.pass_time(2 * TIMEOUT_S)
     assert book.update(book.now_s, news(0, boot="b2"))
-    assert "not been heard" in process.reason, "it was over before"
+    assert "sent no report" in process.reason, "it was over before"
     assert not book.update(book.now_s, news(0))
     assert book.orders("node-0-b1")[-1].is_over
 
@@ -295,7 +295,10 @@ def test_a_node_that_is_given_back() -> None:
     book.orders("node-0-b1")
     book.release(0)
     assert book.orders("node-0-b1") == [NodeOrders((), is_over=True)]
-    assert (process.code, process.reason) == (-signal.SIGKILL, "its node was given back")
+    assert (process.code, process.reason) == (
+        -signal.SIGKILL,
+        "its node was released to its provider",
+    )
     assert other.code is None
     node = book.nodes[0]
     assert (node.phase, node.host, node.processes) == (NodePhase.ABSENT, "", {})
@@ -320,7 +323,9 @@ def test_what_runs_when_an_agent_speaks_first_goes_on_in_its_latest_life() -> No
     assert names(book.orders("node-0-b1")[-1]) == {"decode-0": 1, "decode-0.0": 1}
     later = news(1, runs("decode-0", 2), runs("decode-0.1", 1), runs("prefill-0", code=0))
     book.update(book.now_s, later)
-    assert "followed by another, on node 1" in book.nodes[0].processes["decode-0"].reason
+    assert (
+        "a newer process of its name runs on node 1" in book.nodes[0].processes["decode-0"].reason
+    )
     book.pass_time(1.0, first, later)
     assert names(book.orders("node-0-b1")[-1]) == {"decode-0.0": 1}
     assert names(book.orders("node-1-b1")[-1]) == {"decode-0": 2, "decode-0.1": 1}

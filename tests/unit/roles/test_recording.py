@@ -72,9 +72,9 @@ def test_nothing_written_is_refused(data: bytes) -> None:
 
 
 def test_what_is_no_recording_is_refused() -> None:
-    with pytest.raises(RecordingError, match="no recording"):
+    with pytest.raises(RecordingError, match="not a recording"):
         parse(b"\0\0\0\x05hello")
-    with pytest.raises(RecordingError, match="no recording"):
+    with pytest.raises(RecordingError, match="not a recording"):
         parse(b"a text of something else")
     with pytest.raises(RecordingError, match=f"version is {VERSION + 1}"):
         parse(frame(msgspec.structs.replace(OPENING, version=VERSION + 1)))
@@ -91,7 +91,7 @@ def test_what_never_left_a_process_is_written_as_the_wire_would() -> None:
     made = call(np.int64(5), range(3))  # type: ignore[arg-type]
     assert canonical(made) == canonical(call(5, (0, 1, 2)))
     assert canonical(made) != canonical(call(6, (0, 1, 2)))
-    with pytest.raises(NotImplementedError, match="object cannot be written"):
+    with pytest.raises(NotImplementedError, match="object cannot be recorded"):
         canonical(call(5, object()))  # type: ignore[arg-type]
 
 

@@ -184,7 +184,7 @@ def test_a_start_that_is_called_off_before_it_began_ends_at_the_next_tick(
     assert world.children["decode-1"].signals == []
     assert world.phases() == ["ready", "resting"]
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[-2:] == ["stopping decode-1", "decode-1 ended: it did not run"]
+    assert lines[-2:] == ["stopping decode-1", "decode-1 has ended: it was not running"]
 
 
 def test_ranks_that_run_before_their_leader_end_with_a_start_that_is_called_off() -> None:

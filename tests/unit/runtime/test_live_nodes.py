@@ -318,7 +318,7 @@ def test_without_a_cluster_nobody_else_is_to_reach_it() -> None:
         ({"cluster": ClusterConfig(on="ray", node_timeout_s=0.5)}, "must be 1 s at least"),
         ({"cluster": ClusterConfig(on="ray", lease_s=4.0)}, "four times"),
         ({"gateway": GatewayConfig(nodes=1)}, "Set host to 0.0.0.0"),
-        ({"gateway": GatewayConfig(nodes=1), "host": "0.0.0.0", "port": 0}, "Name one"),
+        ({"gateway": GatewayConfig(nodes=1), "host": "0.0.0.0", "port": 0}, "Choose one"),
         ({"gateway": GatewayConfig(nodes=1), "cluster": ClusterConfig()}, "gateway.processes"),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_process(
     handle = Recorded(Role(), tape).handle
     assert handle(1.0, Tick()) == [WakeAt(2.0)]
     assert handle(2.0, Tick()) == [WakeAt(3.0)]
-    assert caplog.text.count("the recording stops here") == 1
+    assert caplog.text.count("the recording is incomplete") == 1
 
 
 def test_reading_a_folder(tmp_path: Path) -> None:
@@ -139,5 +139,5 @@ def test_reading_a_folder(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="several runs"):
         read_recordings(tmp_path)
     (tmp_path / "b.rec").write_bytes(b"\0\0\0\x01x")
-    with pytest.raises(RecordingError, match=r"b\.rec: it is no recording"):
+    with pytest.raises(RecordingError, match=r"b\.rec: it is not a recording"):
         read_recordings(tmp_path)

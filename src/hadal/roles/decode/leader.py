@@ -200,7 +200,7 @@ class DecodeLeader:
                 pass  # `handle` does all due work after any event.
             case _:
                 raise InvariantError(
-                    f"{self._unit}: a decode leader cannot take {type(event).__name__}"
+                    f"{self._unit}: a decode leader cannot handle {type(event).__name__}"
                 )
 
     def _heartbeat(self, now_s: float) -> list[Effect]:
@@ -361,7 +361,7 @@ class DecodeLeader:
             or (num_drawn > most).any()
         ):
             raise InvariantError(
-                f"{self._unit}: step {step.step_id} drew for {slots.tolist()}, not its plan's slots."
+                f"{self._unit}: step {step.step_id} drew for {slots.tolist()}, unlike its plan."
             )
         if num_drawn.max(initial=0) <= 1:
             return np.zeros(len(slots), np.int64), num_drawn

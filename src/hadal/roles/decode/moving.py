@@ -269,10 +269,10 @@ class DecodeMoving:
         """Return problems; empty if moves, states and keys agree, on both sides."""
         table, problems = self._table, []
         if set(table.slots_in(SlotState.MOVING).tolist()) != self._trips.keys():
-            problems.append(f"slots {sorted(self._trips)} are on their way, and others are MOVING")
+            problems.append(f"slots {sorted(self._trips)} have moves, but others are MOVING")
         if set(table.slots_in(*ARRIVING).tolist()) != set(self.arriving.values()):
             problems.append(
-                f"slots {sorted(self.arriving.values())} are awaited, and others RESERVED or"
+                f"slots {sorted(self.arriving.values())} await a move, and others are RESERVED or"
                 " FILLING"
             )
         awaited = {trip.target for trip in self._trips.values()}
@@ -291,7 +291,7 @@ class DecodeMoving:
                     " for it"
                 )
             if trip.target // self._per_rank == trip.source // self._per_rank:
-                problems.append(f"{trip.key} moves from its rank to its rank")
+                problems.append(f"{trip.key} moves within its rank")
         return problems
 
 

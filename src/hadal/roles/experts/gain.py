@@ -115,8 +115,8 @@ class ExpertTerms:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive.")
         if not 2 <= self.num_intervals_min <= self.num_intervals:
             raise ValueError(
-                "num_intervals_min is 2 at least (a half to plan by, one to judge by) and in the"
-                " window."
+                "num_intervals_min must be at least 2 (half for the plan, half to judge it), at"
+                " most num_intervals."
             )
 
 

@@ -124,7 +124,7 @@ class Fleet:
             case Tick():
                 pass
             case _:
-                raise InvariantError(f"the fleet cannot take {type(event).__name__}")
+                raise InvariantError(f"the fleet cannot handle {type(event).__name__}")
         self._go_on(now_s)
         return [*self._out]
 
@@ -345,7 +345,7 @@ class Fleet:
         problems = []
         most, owned = self.rules.num_nodes_max, self.num_nodes
         if owned > most:
-            problems.append(f"its units own {owned} nodes of {most}")
+            problems.append(f"units own {owned} nodes, but there are {most}")
         if owned + self._num_offered != most:
             problems.append(f"{owned} nodes are owned and {self._num_offered} offered, of {most}")
         for role in ROLES:

@@ -87,12 +87,12 @@ class FrontCache:
         problems = []
         if {unit: held.epoch for unit, held in self._units.items()} != dict(unit_to_epoch):
             problems.append(
-                f"the cache's summary is of {sorted(self._units)}, up are {sorted(unit_to_epoch)}"
+                f"there are summaries of {sorted(self._units)}, and {sorted(unit_to_epoch)} are up"
             )
         for unit, held in self._units.items():
             if len(held.keys) > held.num_blocks:
                 problems.append(
-                    f"{unit} is said to have {len(held.keys)} named blocks of {held.num_blocks}"
+                    f"the summary of {unit} has {len(held.keys)} named blocks of {held.num_blocks}"
                 )
         return problems
 

@@ -197,7 +197,7 @@ class Front:
             case Tick():
                 self._tick(now_s)
             case _:
-                raise InvariantError(f"the front cannot take {type(event).__name__}")
+                raise InvariantError(f"the front cannot handle {type(event).__name__}")
 
     # ---- new requests ----
     def _submit(self, now_s: float, submit: Submit) -> None:
@@ -461,7 +461,7 @@ class Front:
                 )
             elif kind_of(returned.reason) == NO_TOKEN:
                 self._fail(
-                    record, f"nothing can be drawn for this request ({returned.reason}).", 422
+                    record, f"no token can be drawn for this request ({returned.reason}).", 422
                 )
             else:
                 self._fail(
@@ -635,7 +635,7 @@ class Front:
             else:
                 self._unit_down(now_s, name, reason)
         for name in self.units.late_orphans(now_s):
-            self._unit_down(now_s, name, "no leader took its ranks over")
+            self._unit_down(now_s, name, "no new leader took over its ranks")
         for name in self.units.suspects.to_ask(now_s):
             self._send(SUPERVISOR, Suspect(name))
         for name in self.fleet.overdue(now_s):

@@ -320,11 +320,9 @@ class FrontUnits:
                 to_prefill[record.prefill_unit].append(record)
         for unit in self.by_name.values():
             if unit.prefill_view not in (None, prefill_view(unit)):
-                problems.append(
-                    f"{unit.name} is seen as {unit.prefill_view}, which is no longer so"
-                )
+                problems.append(f"the prefill view of {unit.name} is outdated: {unit.prefill_view}")
             if unit.decode_view not in (None, decode_view(unit)):
-                problems.append(f"{unit.name} is seen as {unit.decode_view}, which is no longer so")
+                problems.append(f"the decode view of {unit.name} is outdated: {unit.decode_view}")
             if not any(other is unit for other in self.of_role(unit.role)):
                 problems.append(f"{unit.name} is not among the units of its role")
             if unit.role == PREFILL:

@@ -198,7 +198,7 @@ class PrefillCache:
                 blocks_for(len(prompt.tokens)) - prefix.num_memory, prompt.key
             )
             if new is None:
-                raise InvariantError(f"{self._unit}: packed a prompt whose blocks are not free.")
+                raise InvariantError(f"{self._unit}: a packed prompt's blocks are not free.")
             prompt.block_ids += new
         self._out += self._pools.take_freed()
         for prompt, rank, prefix in starts:

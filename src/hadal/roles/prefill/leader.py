@@ -190,7 +190,7 @@ class PrefillLeader:
                 pass  # `handle` does all due work after any event.
             case _:
                 raise InvariantError(
-                    f"{self._identity.unit}: a prefill leader cannot take {type(event).__name__}"
+                    f"{self._identity.unit}: a prefill leader cannot handle {type(event).__name__}"
                 )
 
     # ---- events ----
@@ -473,9 +473,9 @@ class PrefillLeader:
                 rank, [*self.leases.owners(rank), *self.cache.owners(rank), *started]
             )
         if self._num_tokens_left not in (None, self._count_left()):
-            problems.append(f"{self._num_tokens_left} tokens are said to be left")
+            problems.append(f"the number of tokens left, {self._num_tokens_left}, is wrong")
         if any(prompt.block_ids for prompt in self._waiting):
-            problems.append("a prompt that waits holds blocks")
+            problems.append("a waiting prompt has blocks")
         steps = {step.step_id for step in self._in_flight}
         for prompt in self._started.values():
             if (prompt.is_dropped or not prompt.num_left) and prompt.last_step_id not in steps:

@@ -190,7 +190,7 @@ class DiskReads:
         if len({id(prompt) for prompt in waiting}) != len(waiting):
             problems.append("a prompt waits for two reads")
         if not all(prompt.is_loading for prompt in waiting):
-            problems.append("a prompt waits for a read and is not marked")
+            problems.append("a prompt waits for a read and is not marked as loading")
         if any(num_names(load.names) != len(load.into) for load in self._reads.values()):
-            problems.append("a read has not as many blocks as names")
+            problems.append("the numbers of blocks and names of a read differ")
         return problems

@@ -134,7 +134,8 @@ class UnitMembership:
         """
         if not self.is_running or len(self.members) != self.num_ranks:
             raise InvariantError(
-                f"{self._processes.unit}: a placement is adopted by {sorted(self.members)}, {self.phase}."
+                f"{self._processes.unit}: a placement is adopted by {sorted(self.members)},"
+                f" {self.phase}."
             )
         self.placement = self._full = placement
 
@@ -266,7 +267,7 @@ class UnitMembership:
         if self.phase in (UnitPhase.RUNNING, UnitPhase.DRAINING):
             self._life.move(now_s, "break")
             self.notes.append(
-                f"rank {observer} lost {name_peers(lost)}: steps wait until it is known who is gone"
+                f"rank {observer} lost {name_peers(lost)}: steps wait until the lost rank is known"
             )
         self._believe_observers(now_s)
 
@@ -404,12 +405,12 @@ class UnitMembership:
                 self._num_failed_forms = 0
                 worst = forming.most_lost()
                 if worst is not None:
-                    self._processes.give_up(now_s, worst, "is not reached by the others")
+                    self._processes.give_up(now_s, worst, "cannot be reached by the others")
             self._form_again(now_s)
         elif self._life.phase_s(now_s) >= FORM_TIMEOUT_S:
             for index in missing:
                 self._processes.give_up(
-                    now_s, index, "does not answer when the ranks are to connect to each other"
+                    now_s, index, "did not answer the request to connect to the other ranks"
                 )
             self.form(now_s)
 

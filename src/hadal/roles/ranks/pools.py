@@ -217,10 +217,10 @@ class RankPools:
         self._settle()
         num_used_R = self._num_used_R.tolist()
         if self._num_used != sum(num_used_R):
-            problems.append(f"{num_used_R} blocks of the ranks in use are not {self._num_used}")
+            problems.append(f"{num_used_R} used blocks of the ranks are not {self._num_used}")
         for rank, allocator in enumerate(self._allocators):
             if num_used_R[rank] != allocator.num_used:
-                problems.append(f"rank {rank} is said to have {num_used_R[rank]} blocks in use")
+                problems.append(f"rank {rank}: {num_used_R[rank]} used blocks are a miscount")
             problems += [f"rank {rank}: {problem}" for problem in allocator.check()]
             if not self.is_living[rank] and allocator.num_used:
                 problems.append(f"rank {rank} is dead and holds {allocator.num_used} blocks")
@@ -244,7 +244,7 @@ class RankPools:
             for block in held.keys() | owned.keys()
             if Counter(held.get(block, ())) != Counter(owned.get(block, ()))
         ]
-        return [f"rank {rank}: blocks {sorted(wrong)} are owned but not held"] if wrong else []
+        return [f"rank {rank}: blocks {sorted(wrong)} have wrong owners"] if wrong else []
 
 
 class FoundNames:
@@ -309,8 +309,8 @@ class FoundNames:
         if num_reported == num_named == self.num_named:
             return []
         return [
-            f"{num_reported} names are to be reported, and {num_named} blocks have one, not"
-            f" {self.num_named}"
+            f"{num_reported} names to report, {num_named} named blocks and their count"
+            f" {self.num_named} differ"
         ]
 
 

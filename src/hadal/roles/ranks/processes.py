@@ -246,14 +246,12 @@ class RankProcesses:
         self._begun_s = now_s if self._begun_s is None else self._begun_s
         for index, rank in enumerate(self._ranks):
             if rank.state is RankState.DROPPED and now_s - rank.killed_s > KILL_AGAIN_S:
-                self._kill(now_s, index, "was to be ended before, and still runs")
+                self._kill(now_s, index, "still runs, though it was to be killed before")
             elif (
                 rank.state is RankState.ABSENT
                 and now_s - max(self._begun_s, rank.ended_s, rank.killed_s) > self._grace_s
             ):  # It froze before its first message here. The supervisor spares one that still starts.
-                self._kill(
-                    now_s, index, f"has not been heard by its leader for {self._grace_s:g} s"
-                )
+                self._kill(now_s, index, f"has sent its leader no message for {self._grace_s:g} s")
         return given_up
 
     def _give_up_frozen(self, now_s: float, stepping: Collection[int]) -> list[int]:

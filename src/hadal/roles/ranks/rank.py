@@ -142,7 +142,7 @@ class RankRole:
             case Tick():
                 pass  # The heartbeat is sent below.
             case _:
-                raise InvariantError(f"{self._name}: a rank cannot take {type(event).__name__}")
+                raise InvariantError(f"{self._name}: a rank cannot handle {type(event).__name__}")
         if self._must_identify and not self._num_asked:
             self._must_identify = False
             self._out.append(Send(self._up.unit, self._held()))

@@ -215,7 +215,7 @@ class RankedLeader:
                 | RankReset()
             ):
                 raise InvariantError(
-                    f"{self._unit}: no {type(event).__name__} is for a leader that is no rank."
+                    f"{self._unit}: {type(event).__name__} is not for a leader without a rank."
                 )
             case _:
                 self._feed(now_s, event)
@@ -397,7 +397,7 @@ class RankedLeader:
             step, timeout_s = self._steps.oldest, self._steps.timeout_s
             if step is not None and self.membership.is_idle_since(step.sent_s, now_s - timeout_s):
                 self.membership.notes.append(
-                    f"step {step.step_id} is broken off: no rank moved for {timeout_s:g} s"
+                    f"step {step.step_id} is aborted: no rank made progress for {timeout_s:g} s"
                 )
                 self.membership.form(now_s)
         if now_s >= self._leader_wake_s:

@@ -165,7 +165,7 @@ class DiskStores:
         effect = self._writing.pop(event.store_id, None)
         if effect is None or len(event.locations) != len(effect.block_ids):
             raise InvariantError(
-                f"store {event.store_id} ended with {event.locations}, and {effect} was asked for."
+                f"store {event.store_id} ended with {event.locations}, which does not fit {effect}."
             )
         self._num_writing[effect.rank] -= len(effect.block_ids)
         self._names.difference_update(split(effect.names))
@@ -238,5 +238,5 @@ class DiskStores:
                 len(effect.block_ids) for effect in self._writing.values() if effect.rank == rank
             )
             if num_writing != true:
-                problems.append(f"rank {rank}: {num_writing} blocks being written is a miscount")
+                problems.append(f"rank {rank}: {num_writing} blocks being written are a miscount")
         return problems

@@ -58,7 +58,7 @@ class StepScheduler:
         num_moe_layers: int = 0,
     ) -> None:
         if overlap != AUTO and overlap not in SCHEDULES:
-            raise ValueError(f"overlap is {overlap!r}; known are {AUTO}, {', '.join(SCHEDULES)}.")
+            raise ValueError(f"overlap is {overlap!r}; use one of {AUTO}, {', '.join(SCHEDULES)}.")
         self.costs = StepCosts(num_layers, num_moe_layers)
         self._num_ranks = num_ranks
         self._overlap = overlap

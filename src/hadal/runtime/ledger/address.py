@@ -53,12 +53,12 @@ def ledger_url(asked: str) -> str:
     driver = _DRIVERS.get(url.get_backend_name())
     if driver is None:
         raise LedgerError(
-            f"the ledger is kept in SQLite or PostgreSQL, not in {url.get_backend_name()}."
+            f"the ledger must be in SQLite or PostgreSQL, not in {url.get_backend_name()}."
         )
     if driver == "sqlite":
         if not url.database or url.database == ":memory:":
             raise LedgerError(
-                "the ledger's URL names no file, and a ledger in memory would be lost with its process."
+                "the ledger's URL names no file, and a ledger in memory would be lost. Name a file."
             )
         return _file_url(Path(url.database))
     if importlib.util.find_spec("psycopg") is None:

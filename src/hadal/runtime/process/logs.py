@@ -53,9 +53,9 @@ def start_log(process: str, level: str, form: str) -> None:
 def check_log(level: str, form: str) -> None:
     """Raise ConfigError for an unknown level or form."""
     if not isinstance(logging.getLevelNamesMapping().get(level.upper()), int):
-        raise ConfigError(f"--log-level is {level!r}; debug, info, warning or error are known.")
+        raise ConfigError(f"--log-level is {level!r}; use debug, info, warning or error.")
     if form not in FORMS:
-        raise ConfigError(f"--log-format is {form!r}; text or json are known.")
+        raise ConfigError(f"--log-format is {form!r}; use text or json.")
 
 
 def fields(**known: object) -> dict[str, object]:

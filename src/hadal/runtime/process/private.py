@@ -211,7 +211,7 @@ def read_private(path: Path, what: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"{path}: {what} cannot be read ({error.strerror}).") from error
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{path} is no regular file, and {what} must be in one.")
+        raise ConfigError(f"{path} is not a regular file, and {what} must be in one.")
     if not is_private(status.st_mode, status.st_uid, os.geteuid()):
         raise ConfigError(
             f"{path}: other users may read {what}. Make it private with: chmod 600 {path}"

@@ -268,15 +268,15 @@ class Loader:
                 # The record may have been read in the middle of a write.
                 again = segment.table(slot, 1)
                 if not again.any() or segment.is_good(again, slot)[0]:
-                    return _ProvedSlots(index, 0, "it made room for another")
+                    return _ProvedSlots(index, 0, "its slot was freed or used again")
                 return _ProvedSlots(
                     index, 1, self._damaged(segment, slot, record, "its record is damaged")
                 )
             if record[NAME].tobytes() != name:
-                return _ProvedSlots(index, 0, "it made room for another")
+                return _ProvedSlots(index, 0, "its slot was freed or used again")
             if sum_of(reader.buffer[index, : segment.block_bytes]) != record[SUM].tobytes():
                 if not np.array_equal(segment.table(slot, 1)[0], record):
-                    return _ProvedSlots(index, 0, "it made room for another")
+                    return _ProvedSlots(index, 0, "its slot was freed or used again")
                 return _ProvedSlots(
                     index, 1, self._damaged(segment, slot, record, "its bytes are damaged")
                 )

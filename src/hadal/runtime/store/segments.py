@@ -389,7 +389,7 @@ def _lock(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise SegmentTakenError(f"{path.name} has a writer") from error
+        raise SegmentTakenError(f"another process writes {path.name}") from error
     if os.fstat(fd).st_nlink == 0:
         raise SegmentTakenError(f"{path.name} was removed")
 

@@ -171,7 +171,7 @@ class DiskWriter:
                 self._troubles.note(
                     "behind", "the disk is too slow for all new blocks; some are not stored"
                 )
-                self._end(store, "the disk is behind")
+                self._end(store, "the disk is too slow")
             else:
                 self._worker.submit([store])
                 return
@@ -246,7 +246,7 @@ class DiskWriter:
             for store in batch:
                 self._end(
                     store,
-                    (self._batch_error or "there is no room") if None in store.locations else None,
+                    (self._batch_error or "no slot is free") if None in store.locations else None,
                 )
 
     def _copy(self, queued: list[tuple[_PendingStore, int]], buffer: Bytes) -> list[_Entry]:

@@ -133,7 +133,7 @@ class NixlAgent:
         try:
             agent.deregisterMem(_regions(self.library, buffer.address, buffer.size))
         except self.errors() as error:
-            log.warning("a buffer stays registered: %s", error)
+            log.warning("a NIXL buffer could not be unregistered: %s", error)
             with self._lock:
                 self._retired.append(buffer)
 
@@ -303,11 +303,11 @@ class NixlReader:
             num_looks += 1
             if num_looks > _SPINS:
                 if time.monotonic() > deadline_s:
-                    raise TimeoutError("a NIXL read does not end")
+                    raise TimeoutError("a NIXL read did not end in time")
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, _NAP_MAX_S)
         if status != library.NIXL_SUCCESS:
-            raise NixlError(f"a read ended with {status}")
+            raise NixlError(f"a NIXL read ended with status {status}")
         self._under_way.remove(handle)
         self._agent.releaseXferReq(handle)
 

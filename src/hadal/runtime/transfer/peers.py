@@ -434,7 +434,7 @@ def wait(connection: socket.socket, deadline_s: float, silence_s: float) -> None
     """
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError("it is too slow")
+        raise TimeoutError("it did not send or read all in time")
     connection.settimeout(min(silence_s, left_s))
 
 
@@ -468,7 +468,7 @@ def _take(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes
 def _take_challenge(connection: socket.socket, handshake: Handshake, deadline_s: float) -> None:
     challenge = _take(connection, _CHALLENGE_BYTES, deadline_s)
     if not challenge.startswith(_MAGIC):
-        raise NotProven("it does not speak this protocol")
+        raise NotProven("it does not use this protocol")
     try:
         handshake.challenged(challenge[len(_MAGIC) :])
     except ValueError as error:

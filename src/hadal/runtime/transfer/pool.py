@@ -311,8 +311,8 @@ def no_room(size: int) -> str:
     """Return the error text for a /dev/shm that cannot hold `size` more bytes."""
     return (
         f"/dev/shm has {free_shm_bytes() >> 20} MiB free; the KV needs {size >> 20} MiB more. Give"
-        " the container more (--shm-size), or lower kv_memory_mb (below a whole context: kv_blocks)"
-        " under [prefill] and [decode] in the deployment file."
+        " the container more (--shm-size), or lower kv_memory_mb (for pools below one context: set"
+        " kv_blocks) under [prefill] and [decode] in the deployment file."
     )
 
 

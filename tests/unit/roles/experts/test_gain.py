@@ -61,7 +61,7 @@ def test_a_gain_has_to_pay_for_what_travels() -> None:
 
 
 def test_terms_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="half to plan by"):
+    with pytest.raises(ValueError, match="half for the plan"):
         ExpertTerms(num_intervals=2, num_intervals_min=4)
     with pytest.raises(ValueError, match="count_every_steps"):
         ExpertTerms(count_every_steps=0)

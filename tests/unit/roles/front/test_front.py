@@ -111,7 +111,7 @@ def test_a_request_goes_all_the_way() -> None:
     ("reason", "status"),
     [
         (f"{NO_TOKEN}: logit_bias leaves none", 422),
-        (f"{NOT_FINITE}: its logits are infinite", 422),
+        (f"{NOT_FINITE}: its logits have infinite values", 422),
         ("too long: 99 tokens", 400),
     ],
 )

@@ -88,7 +88,7 @@ def test_check_sees_a_prompt_that_does_not_know() -> None:
     prompt = started(membership, 0.0, "a")
     assert membership.check() == []
     prompt.is_loading = False
-    assert membership.check() == ["a prompt waits for a read and is not marked"]
+    assert membership.check() == ["a prompt waits for a read and is not marked as loading"]
 
 
 def test_a_read_that_was_predicted_to_take_long_is_waited_for_as_long() -> None:

@@ -312,7 +312,7 @@ def test_wrong_results_are_a_bug() -> None:
         unit.handle(0.1, done(0))
     with pytest.raises(InvariantError, match="not the one that runs"):
         unit.handle(0.1, done(7))
-    with pytest.raises(InvariantError, match="cannot take Tokens"):
+    with pytest.raises(InvariantError, match="cannot handle Tokens"):
         unit.handle(0.1, Tokens("decode-0", b"", b"", b""))
 
 

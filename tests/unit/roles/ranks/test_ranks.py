@@ -373,5 +373,5 @@ def test_the_audit_holds_the_books_problems_too() -> None:
 
 def test_a_leader_that_is_no_rank_takes_no_results() -> None:
     driver = Driver()
-    with pytest.raises(InvariantError, match="no rank"):
+    with pytest.raises(InvariantError, match="without a rank"):
         driver.leader.handle(0.0, StepDone(0, (), (), {}, 0.0))

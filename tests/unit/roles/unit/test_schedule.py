@@ -92,7 +92,7 @@ def test_parts_are_about_equal() -> None:
     first = scheduler.cut_chunks([(0, 100), (50, 100)])
     assert 80 <= sum(first) <= 130
     assert first[0] == 100
-    with pytest.raises(ValueError, match="known are auto"):
+    with pytest.raises(ValueError, match="use one of auto"):
         StepScheduler(2, "faster")
 
 

@@ -72,7 +72,7 @@ def test_a_secret_that_others_may_read_is_none(tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         read_private(tmp_path / "pipe", "the secret")
 
 
