@@ -70,7 +70,7 @@ def test_free_raises_generations_once_each() -> None:
 def test_freeing_what_is_not_owned_is_a_bug(block: int, owner: str) -> None:
     blocks = BlockAllocator(4)
     assert blocks.allocate(1, "a") == (1,)
-    with pytest.raises(InvariantError, match="does not own|there are blocks 0 to 3"):
+    with pytest.raises(InvariantError, match=r"does not own|there are blocks 0 to 3"):
         blocks.free((block,), owner)
 
 
