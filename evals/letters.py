@@ -32,8 +32,8 @@ def _quote(source: Source, word: str) -> str:
 
 
 def reason_count(word: str, wanted: str, said: str = "") -> str:
-    """Return the reasoning: `said` or else the wanted letters, then the spelled word with a count after each
-    of them.
+    """Return the reasoning: `said`, or else the wanted letters; then the spelled word with a running count
+    after each wanted letter.
     """
     return f"count {said or wanted}: {_counted(word, wanted)}"
 

@@ -56,7 +56,9 @@ class Answer:
 
 @dataclass
 class Rounds:
-    """Servers struck one after another, and their texts without disturbance."""
+    """A server that is struck round after round, and replaced if its supervisor is killed; with the
+    texts that it gives undisturbed.
+    """
 
     start: Callable[[], Server]
     rng: random.Random

@@ -67,7 +67,7 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="Deployment file (TOML), or the name of one that ships with Hadal:"
+            help="Deployment file (TOML), or the name of one that ships with Hadal, such as"
             " laptop_ep. Options override it."
         ),
     ] = None,

@@ -394,7 +394,7 @@ class LinkBytes(msgspec.Struct, frozen=True, array_like=True):
     """KV copied from another rank's pool: KV transfers from prefill, and requests moved between ranks."""
 
     def plus(self, other: LinkBytes) -> LinkBytes:
-        """Return the sum of both."""
+        """Return the sum of both, field by field."""
         return LinkBytes(
             _both(self.dispatch, other.dispatch),
             _both(self.combine, other.combine),

@@ -85,7 +85,7 @@ def _answering(
     answer: Callable[[bytes, Tenant], Awaitable[Shape]],
     counts: str = "",
 ) -> EndpointHandler:
-    """Return a handler that answers a body without a generation, within the tenant's limits.
+    """Return a handler of requests that start no generation, within the tenant's limits.
     `counts`: field of the answer with the number of tokens to draw from the tenant's quota.
     """
 

@@ -544,12 +544,14 @@ def _check_layer(layer: LayerWeights, name: str, c: ModelConfig) -> None:
             (moe.router_bias_E, (c.n_routed_experts,)),
         ]
         if len(moe.experts) != c.n_routed_experts:
-            raise ValueError(f"{name} has {len(moe.experts)} experts, not the config's number.")
+            raise ValueError(
+                f"{name} has {len(moe.experts)} experts; n_routed_experts is {c.n_routed_experts}."
+            )
         for expert in range(len(moe.experts)):
             wanted += _mlp_shapes(moe.experts[expert], width, dim)
     for weight, shape in wanted:
         if (None if weight is None else tuple(weight.shape)) != shape:
-            raise ValueError(f"a weight of {name} is not of the config's shape {shape}.")
+            raise ValueError(f"a weight of {name} does not have the config's shape {shape}.")
 
 
 def _mlp_shapes(

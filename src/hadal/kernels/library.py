@@ -3,7 +3,7 @@
 Depends on the C ABI of cpu/api.cpp, not on models. Uses the best instruction set of the processor,
 or the one in `HADAL_KERNELS`. Where there is no library (no compiler, `HADAL_KERNELS=plain`), the
 reason is logged once and every op runs its plain torch twin. Calls release the GIL. A team's
-threads do not survive a fork: processes that use the kernels must be spawned.
+threads do not survive a fork: a process that has used the kernels must not fork children that do.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class _Tell:
         if not self._is_logged:
             self._is_logged = True
             _log.info(
-                "the kernels are being compiled for this machine, once: that takes half a minute of"
-                " a core"
+                "the kernels are being compiled for this machine; this is done once and takes about"
+                " 30 s of one core"
             )
         for on_elapsed in _on_elapsed:
             on_elapsed(elapsed_s)

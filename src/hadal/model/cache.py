@@ -11,7 +11,8 @@ pool is a staging copy:
 
     prefill   blocks are read from disk into the pool, fetch: pool -> cache ... chunks write the cache, and after each
               step publish: cache -> pool ... another rank pulls from the pool, or the disk cache stores its blocks
-    decode    a pull fills the pool ... the request joins, fetch: pool -> cache ... steps write only the cache
+    decode    a pull fills the pool ... the request joins, fetch: pool -> cache ... steps write the cache and
+              publish full blocks
 
 Shapes: P blocks, L layers, S tokens of a block, D values of an entry.
 """

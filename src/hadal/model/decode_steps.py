@@ -182,7 +182,7 @@ class DecodeSteps:
     def _go_on(
         self, plan: DecodePlan, fed: _Fed, drawn: Drawn, hidden_RD: Tensor | None
     ) -> np.ndarray:
-        """Advance the table by the drawn tokens, and publish blocks that other ranks will read.
+        """Advance the table by the drawn tokens, and publish blocks for other ranks or the caches.
         Return the tokens' slots.
         """
         table, drafter = self._table, self._drafter

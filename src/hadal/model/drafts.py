@@ -127,9 +127,9 @@ class Drafter:
         table_NM: Tensor,
         recorder: Recorder,
     ) -> None:
-        """Draft up to `num_drafts` tokens after each slot's last token, which is at `positions_N`:
-        fewer if the slot's `rooms_N` positions lack space for the entries, none if they lack space
-        for the last token's. All ranks of a unit make as many passes, even without rows.
+        """Draft up to `num_drafts` tokens after each slot's last token (at `positions_N`). A slot's
+        entries stay below position `rooms_N`: where that space ends, it gets fewer drafts or
+        none. All ranks of a unit make the same number of passes, even a rank without rows.
         """
         self.num_drafts_S[slots_N] = 0
         self.has_drafts = num_drafts > 0 or bool(self.num_drafts_S.any())

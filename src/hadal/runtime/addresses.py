@@ -24,8 +24,8 @@ def socket_path(folder: Path, name: str) -> Path:
     path = folder / f"{name}.sock"
     if len(os.fsencode(path)) > _MAX_PATH:
         raise ConfigError(
-            f"{path}: longer than a Unix socket's {_MAX_PATH} bytes. Set TMPDIR to a shorter"
-            " folder."
+            f"{path}: longer than a Unix socket's {_MAX_PATH} bytes. Give a shorter --run-folder, or"
+            " without one a shorter TMPDIR."
         )
     return path
 

@@ -450,8 +450,9 @@ def address_here(cluster: ClusterConfig) -> str:
         ) from error
     if is_near(address):
         raise ConfigError(
-            f"cluster.address is {head!r}, a loopback address, which other hosts cannot reach. Start"
-            " the head with --node-ip-address and the address of its network."
+            f"cluster.address is {cluster.address!r}, and the Ray head is at {head!r}, a loopback address,"
+            " which other hosts cannot reach. Start the head with --node-ip-address and the address"
+            " of its network."
         )
     return address
 

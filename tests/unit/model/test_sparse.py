@@ -85,8 +85,8 @@ def decoded(
 
 
 @pytest.mark.promise(
-    "A token with at most 2,048 visible positions runs the dense code, to the same "
-    "bits, and no position is scored."
+    "For a token with at most 2,048 visible positions the dense code runs and no position is "
+    "scored: the result is that of dense attention, bit for bit."
 )
 @pytest.mark.usefixtures("prefill_form")
 @pytest.mark.parametrize("is_fused", [True, False])

@@ -38,7 +38,7 @@ class Outbox:
         self._items: list[Deliver] = []
 
     def put(self, deliver: Deliver) -> None:
-        """Add a delivery."""
+        """Add a delivery. A final one removes its generation from `open_ids`."""
         if deliver.final:
             self.open_ids.pop(deliver.request_id, None)
         self._items.append(deliver)

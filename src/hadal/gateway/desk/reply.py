@@ -327,7 +327,7 @@ class Reply:
 
 
 class _RunningStream:
-    """Reply that writes to its connection without its task."""
+    """Reply that writes to its connection itself, outside its request's asyncio task."""
 
     def __init__(self, reply: Reply, outlet: Outlet) -> None:
         self.rest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

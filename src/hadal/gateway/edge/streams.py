@@ -95,7 +95,7 @@ def refuse(data: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Outlet:
-    """Objects through which a stream writes without its task."""
+    """Objects through which a stream writes itself, outside its request's asyncio task."""
 
     streams: Streams
     write: Write

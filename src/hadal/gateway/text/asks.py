@@ -117,7 +117,7 @@ class Rendering:
 
 
 PLAIN = Rendering()
-"""Rendering with the template's defaults, for turns only."""
+"""Rendering with the template's defaults: no tools, and no beginning of the reply."""
 
 
 @dataclass(frozen=True)

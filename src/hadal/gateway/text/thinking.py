@@ -5,8 +5,8 @@
     thinking_budget and its other names               maximum number of reasoning tokens
     chat_template_kwargs                              the template's switches, if no other is set
 
-Contradicting fields raise RequestError (400), except for chat_template_kwargs. Independent of
-templates.
+Two fields for one setting with different values raise RequestError (400), as does effort "none"
+with thinking enabled; chat_template_kwargs never conflict. Independent of templates.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def steadied(
     """Return a table [L, R, S] with no greater mean of maxima in any layer, found by trades.
 
     With homes, at most `max_moves` more replicas are away from home. Barred experts do not move to
-    a rank. A round makes one trade in every layer, of the rank that most exceeds the others, or of
-    the next one if that found none.
+    a rank. A round tries one trade in every layer, for the rank that most exceeds the others. If it
+    finds none, the next round tries the next such rank; after three, the layer is done.
     """
     table = table_LRS.copy()
     num_layers, num_ranks, num_expert_slots = table.shape

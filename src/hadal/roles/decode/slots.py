@@ -105,7 +105,9 @@ class DecodeSlots:
         return placed
 
     def resume(self, generation: Generation) -> bool:
-        """Resume an attempt with KV that a rank holds; return False without that KV or a free slot."""
+        """Resume an attempt with KV that a rank holds from an earlier leader. Return False without
+        that KV or a free slot, or if the attempt runs here already.
+        """
         key = (generation.request_id, generation.attempt)
         found = (
             None

@@ -50,7 +50,7 @@ class Unit:
 
     @property
     def num_ranks(self) -> int:
-        """Living ranks. 0 without a leader; 1 before the first report: one must live (UnitUp)."""
+        """Number of living ranks; 0 without a leader. 1 before the first report: UnitUp implies one."""
         if self.orphan_s is not None:
             return 0
         return self.load.num_ranks if self.load is not None else 1

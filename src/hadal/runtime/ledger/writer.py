@@ -271,7 +271,7 @@ class LedgerWriter:
                 self._outbox.remove(ids)
             self._is_outbox_down = False
         except (OSError, sqlite3.Error) as error:  # The next writer tries it again.
-            log.error("queued facts in %s cannot be read: %s", self._outbox.path, error)
+            log.error("queued facts in %s cannot be read or removed: %s", self._outbox.path, error)
         self._outbox.may_hold = False
 
     def _write(self, facts: PackedFacts) -> None:

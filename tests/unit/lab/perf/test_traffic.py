@@ -104,7 +104,9 @@ def test_more_tokens_and_more_imbalance_take_longer(
 
 
 def test_bytes_within_the_domain_and_between() -> None:
-    """Send a message to each of 16 ranks: itself, 7 on its node, 8 on the other node."""
+    """In decode, 1/16 of all messages go to each of 16 ranks: the sender, 7 others on its node, 8 on
+    the other node.
+    """
     found = Links(DEEPSEEK_V3, H800, 16).link_bytes("decode", 1600)
     sent = 1600 * 8 / 16
     assert found.dispatch == (sent * 7 * 7408, sent * 8 * 7408)

@@ -151,7 +151,9 @@ def cache_day(study: Study) -> CacheDay:
 
 
 def sample_of(params: WorkloadParams) -> int:
-    """Return the sampling rate of the day's sample: one session in this number is drawn."""
+    """Return N, where one session in N is drawn: SAMPLE, or less so that at least SESSIONS_MIN are
+    drawn, which describe the day well enough. A day with fewer sessions is drawn whole.
+    """
     return max(1, min(SAMPLE, int(params.sessions_per_day / SESSIONS_MIN)))
 
 

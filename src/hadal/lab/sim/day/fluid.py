@@ -32,7 +32,7 @@ class Faults:
     """Fault rates, and durations of starts and stops."""
 
     start_s: float = 600.0
-    """Seconds from the decision until a unit is ready: nodes are freed, weights are read."""
+    """Seconds from the decision until a unit is ready: other work frees nodes, weights are read."""
     start_spread: float = 0.1
     """Spread of `start_s`: uniform, plus or minus this share."""
     start_fail_share: float = 0.0

@@ -36,7 +36,7 @@ class DayRules:
 
     is_static: bool = False
     start_s: float = 600.0
-    """Seconds from the decision until a unit is ready: nodes are freed, weights are read."""
+    """Seconds from the decision until a unit is ready: other work frees nodes, weights are read."""
     hold_s: float = 1800.0
     """A unit is stopped if it was not needed for this long and will not be for as long, seconds."""
 

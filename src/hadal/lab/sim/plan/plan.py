@@ -69,8 +69,8 @@ class RolePlan:
 
     @property
     def rounded_share(self) -> float:
-        """GPU-hours over those of the exact need at every moment: the overhead factor of whole
-        units and of holding them; 1 is no overhead.
+        """GPU-hours divided by those of a fleet that follows the demand exactly. Above 1, because
+        units are whole and are kept for some time after a peak.
         """
         return self.gpu_hours / (24.0 * self.need_mean * self.num_ranks)
 
