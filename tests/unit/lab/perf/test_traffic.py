@@ -104,8 +104,8 @@ def test_more_tokens_and_more_imbalance_take_longer(
 
 
 def test_bytes_within_the_domain_and_between() -> None:
-    """In decode, 1/16 of all messages go to each of 16 ranks: the sender, 7 others on its node, 8 on
-    the other node.
+    """Each of 16 ranks gets 1/16 of all decode messages: the sender, 7 others on its node, 8 on the
+    other node.
     """
     found = Links(DEEPSEEK_V3, H800, 16).link_bytes("decode", 1600)
     sent = 1600 * 8 / 16
