@@ -1,5 +1,4 @@
-"""Process of a rank in which heavy ops last as long as on a device of its own; messages, weights and tokens
-are real.
+"""Process of a rank in which heavy ops last as long as on a device of its own; messages, weights and tokens are real.
 
     python -m bench.balance_device serve --config FILE --run-folder FOLDER
     python -m bench.balance_device --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER

@@ -46,10 +46,9 @@ MEASURED_EPLB = {
     "EP96 global": ".9630 / .912 / 2540",
     "decode 144 global": ".8657 / .661 / 2750",
 }
-"""Case and mode -> results of DeepSeek's eplb.py as "mean over layers / worst layer / ms". The first two are
-the balance: the ranks' mean load divided by their largest load. Measured on two shared cores with SGLang's
-load matrices (SGLang's issue 6017). Some averages are over other prompt lengths than ours (prefill in1024,
-2048, 4096).
+"""Case and mode -> results of DeepSeek's eplb.py as "mean over layers / worst layer / ms". The first two are the
+balance: the ranks' mean load divided by their largest load. Measured on two shared cores with SGLang's load matrices
+(SGLang's issue 6017). Some averages are over other prompt lengths than ours (prefill in1024, 2048, 4096).
 """
 
 

@@ -110,10 +110,9 @@ def scenes() -> dict[str, Scene]:
 
 
 def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table:
-    """Return a table with a column for each variant. Tokens/s are medians over rounds. A ratio compares two
-    variants in the same round, and the median of the rounds is shown. An objective's value is the ranks' mean
-    divided by their maximum. `slower ops`: share of ops that computed for longer than the device would have
-    needed.
+    """Return a table with a column for each variant. Tokens/s are medians over rounds. A ratio compares two variants
+    in the same round, and the median of the rounds is shown. An objective's value is the ranks' mean divided by their
+    maximum. `slower ops`: share of ops that computed for longer than the device would have needed.
     """
     kind = (
         "REAL COMPUTE: the ranks share this machine's cores"

@@ -3,10 +3,9 @@
     step = fixed + max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens +
     mean_s * mean tokens
 
-Efficiency is the same sum with means instead of maxima and without the fixed cost, divided by the actual
-time. So a rule that makes more, shorter steps loses efficiency by their fixed costs. In each run one rule
-decides to which rank prompts go and how many tokens a step takes. `hadal.policy.prefill_balance` is called as
-in the live system.
+Efficiency is the same sum with means instead of maxima and without the fixed cost, divided by the actual time. So a
+rule that makes more, shorter steps loses efficiency by their fixed costs. In each run one rule decides to which rank
+prompts go and how many tokens a step takes. `hadal.policy.prefill_balance` is called as in the live system.
 """
 
 from __future__ import annotations

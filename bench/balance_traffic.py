@@ -1,5 +1,4 @@
-"""Traffic between nodes that expert placements cause, on a model of DeepSeek-V3's routing fitted to measured
-loads.
+"""Traffic between nodes that expert placements cause, on a model of DeepSeek-V3's routing fitted to measured loads.
 
 A part of `python -m bench.balance_experts`. A token's affinities are normal, plus a bias per expert. A token
 takes the best 4 of 8 groups, by the sum of each group's two best experts, and the best 8 experts of these

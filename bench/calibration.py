@@ -2,9 +2,8 @@
 
     python -m bench.calibration [--write]
 
-Points are in bench/calibration_points; each is priced by the command given with it. With the
-silicon table (folder HADAL_SHARED_DATA) its rows are priced as well. --write needs that table, so
-that the page stays complete.
+Points are in bench/calibration_points; each is priced by the command given with it. With the silicon table (folder
+HADAL_SHARED_DATA) its rows are priced as well. --write needs that table, so that the page stays complete.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Published measurements of DeepSeek-V3/R1 for checking the step model, each with the command that prices it.
 
-A point's command is the part after `hadal step`; the compared value is a field of its JSON. Nothing is computed
-here.
+A point's command is the part after `hadal step`; the compared value is a field of its JSON. Nothing is computed here.
 """
 
 from __future__ import annotations

@@ -165,9 +165,8 @@ own: drawing all values would take longer than writing them.
 
 
 def stored_model(name: str, kind: str, folder: Path) -> Path:
-    """Write a checkpoint of this shape and return its folder. `kind`: "fp8", "bf16", or "hollow", a BF16
-    checkpoint of sparse files without weights, for tests of sizes only. Writing the largest takes a minute
-    and 32 GB.
+    """Write a checkpoint of this shape and return its folder. `kind`: "fp8", "bf16", or "hollow", a BF16 checkpoint
+    of sparse files without weights, for tests of sizes only. Writing the largest takes a minute and 32 GB.
     """
     config = {**SHAPES[name], "torch_dtype": "bfloat16", "stored_as": kind}
     if kind == "fp8":

@@ -1,5 +1,4 @@
-"""A simulated decode unit of many ranks, in steps: requests arrive, grow by one token per step, and end. No
-tensors.
+"""A simulated decode unit of many ranks, in steps: requests arrive, grow by one token per step, and end. No tensors.
 
 bench/balance_decode compares the placement rules of bench/decode_rules in this world. A step's time follows a
 roofline of a 144-rank unit on H800 GPUs. The constants are estimates, stated here so that they can be changed:

@@ -2,10 +2,9 @@
 
     python -m bench.engine [--quick] [--stored] [--model mid] [--engine hadal ...]
 
-Every engine is a process with its model loaded. Repetitions rotate over the engines, so that other load on
-the machine affects all alike. All use the same number of threads and the same random prompts. Weights are
-FP32. With --stored weights have the types of checkpoints: FP8, BF16 and FP32 in Hadal, BF16 in the peers
-(llama.cpp also Q8_0).
+Every engine is a process with its model loaded. Repetitions rotate over the engines, so that other load on the
+machine affects all alike. All use the same number of threads and the same random prompts. Weights are FP32. With
+--stored weights have the types of checkpoints: FP8, BF16 and FP32 in Hadal, BF16 in the peers (llama.cpp also Q8_0).
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python -m bench.gateway_parts [--model mid] [--streams 32] [--checkout OLD]
 
-All streams run at the same time. The gateway's CPU time is measured first. Then py-spy (of the test tools)
-samples it 200 times per second, for the share of each module. A sample counts for the innermost of our
-modules on the stack, so the kernel's send counts for the module that writes. "event loop": none of our
-modules is on the stack.
+All streams run at the same time. The gateway's CPU time is measured first. Then py-spy (of the test tools) samples it
+200 times per second, for the share of each module. A sample counts for the innermost of our modules on the stack, so
+the kernel's send counts for the module that writes. "event loop": none of our modules is on the stack.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A repeatable load on a live server: prompts of chosen tasks, sent by clients in a closed loop.
 
-Prompts of one task use some experts far more than others, so an expert balancer has something to even out.
-Depends on the API and the tasks, not on units. The clients share the cores with the server, so they do not
-stream.
+Prompts of one task use some experts far more than others, so an expert balancer has something to even out. Depends on
+the API and the tasks, not on units. The clients share the cores with the server, so they do not stream.
 """
 
 from __future__ import annotations

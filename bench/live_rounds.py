@@ -1,8 +1,7 @@
 """Measure servers that differ only in their balancers, in turn under one load: tokens per second and gauges.
 
 All servers of a scene run at once, and only the measured one gets requests. So rounds are interleaved without
-restarts, and a balancer keeps the plans that it installed. Each round starts new clients, which leave at its
-end.
+restarts, and a balancer keeps the plans that it installed. Each round starts new clients, which leave at its end.
 """
 
 from __future__ import annotations

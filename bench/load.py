@@ -69,8 +69,7 @@ class _Pieces(httpx.AsyncByteStream):
 async def stream(address: Address, endpoint: str, body: Mapping[str, Any], key: str = "") -> Sample:
     """Send `body` as a streamed request and return its measurements; times are values of time.perf_counter().
 
-    `endpoint`: chat or completions. `key`: its tenant's key; empty: none. Raises RuntimeError if
-    the request fails.
+    `endpoint`: chat or completions. `key`: its tenant's key; empty: none. Raises RuntimeError if the request fails.
     """
     url = f"http://{address[0]}:{address[1]}/v1"
     target = Target(url, "", key, endpoint, timeout_s=TIMEOUT_S)

@@ -3,9 +3,8 @@ running streams slow a new prompt.
 
     python -m bench.others [--quick] [--checkout OLD]
 
-On hadal-tiny: 400 requests, 32 at a time, compared with 400 like them as lines of a batch; two streams alone
-and beside a batch of 2,000 lines. On hadal-tiny and mid: time to first token of a prompt of 512 tokens beside
-16 streams.
+On hadal-tiny: 400 requests, 32 at a time, compared with 400 like them as lines of a batch; two streams alone and
+beside a batch of 2,000 lines. On hadal-tiny and mid: time to first token of a prompt of 512 tokens beside 16 streams.
 """
 
 from __future__ import annotations

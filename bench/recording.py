@@ -2,11 +2,10 @@
 
     python -m bench.recording [--quick] [--requests 300] [--folder FOLDER]
 
-Records `hadal serve` under chat requests, 32 at a time. Then the same recorder writes the events
-and effects of its roles again, call by call, without the roles, and is timed: each call's time is
-the median of several rounds. One series has no pauses; the other sleeps for a millisecond before
-each call, so that the processor's caches are about as cold as those of a server waiting for a
-message. `--folder`: use an existing recording instead of a server.
+Records `hadal serve` under chat requests, 32 at a time. Then the same recorder writes the events and effects of its
+roles again, call by call, without the roles, and is timed: each call's time is the median of several rounds. One
+series has no pauses; the other sleeps for a millisecond before each call, so that the processor's caches are about as
+cold as those of a server waiting for a message. `--folder`: use an existing recording instead of a server.
 """
 
 from __future__ import annotations

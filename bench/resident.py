@@ -1,5 +1,4 @@
-"""Check that a real checkpoint fits: generated checkpoints of Moonlight's and GigaChat3's shapes, served as
-stored.
+"""Check that a real checkpoint fits: generated checkpoints of Moonlight's and GigaChat3's shapes, served as stored.
 
     python -m bench.resident [--model moonlight|gigachat] [--folder FOLDER] [--keep]
 

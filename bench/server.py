@@ -118,8 +118,7 @@ def launched(
 ) -> Iterator[Running]:
     """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is ready.
 
-    `module` replaces hadal.cli and must have the same command line. `checkout`: the checkout to
-    run.
+    `module` replaces hadal.cli and must have the same command line. `checkout`: the checkout to run.
     """
     with tempfile.TemporaryDirectory(prefix="hadal-b-") as name:
         folder = Path(name)

@@ -3,9 +3,8 @@ left, or has two streams.
 
     python -m bench.tenants [--quick] [--model hadal-tiny|mid] [--checkout OLD]
 
-Each stream is followed by another as soon as it ends: about 64 tokens in, 60 out, greedy. A
-tenant's rate is all its tokens over the time from its first request to its last token; times are
-those of the tenant with two streams.
+Each stream is followed by another as soon as it ends: about 64 tokens in, 60 out, greedy. A tenant's rate is all its
+tokens over the time from its first request to its last token; times are those of the tenant with two streams.
 """
 
 from __future__ import annotations

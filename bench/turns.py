@@ -2,10 +2,9 @@
 
     python -m bench.turns [--quick] [--checkout OLD]
 
-One case is a prompt of 600 tokens with an answer of 400, followed by a prompt of both plus three tokens. The
-other is an agent's ten turns: each sends all text so far plus 60 tokens, and gets an answer of 80 tokens.
-Servers: Hadal by default, with a cache folder, and with configs/laptop_ep.toml; and llama.cpp's server if
-`make bench-peers` set it up.
+One case is a prompt of 600 tokens with an answer of 400, followed by a prompt of both plus three tokens. The other is
+an agent's ten turns: each sends all text so far plus 60 tokens, and gets an answer of 80 tokens. Servers: Hadal by
+default, with a cache folder, and with configs/laptop_ep.toml; and llama.cpp's server if `make bench-peers` set it up.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ FP32 weights, and F16 (its default) with smaller ones.
 
     python -m bench.peers.llama_engine MODEL.gguf THREADS
 
-Its timings do not include loading. It feeds random tokens and samples none, so its figures do not
-include sampling.
+Its timings do not include loading. It feeds random tokens and samples none, so its figures do not include sampling.
 """
 
 from __future__ import annotations

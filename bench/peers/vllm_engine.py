@@ -1,5 +1,4 @@
-"""vLLM's CPU build as a Subject: its own engine loop, stepped from here so that prefill and decode
-are timed apart.
+"""vLLM's CPU build as a Subject: its own engine loop, stepped from here so that prefill and decode are timed apart.
 
     VLLM_ENV/bin/python -m bench.peers.vllm_engine MODEL_FOLDER THREADS [float32|bfloat16] [compiled]
 
