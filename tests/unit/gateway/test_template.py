@@ -17,6 +17,7 @@ import pytest
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.template import ConfinedProcess
+from tests.processes import children_of
 from tests.waiting import DEADLINE_S
 
 from .model_folder import BOS, EOS, TEMPLATE
@@ -36,12 +37,7 @@ def made(template: str, **limits: float) -> closing[ConfinedProcess]:
 
 def processes() -> list[int]:
     """Return the template processes of this test process, oldest first."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [
-        pid
-        for pid in map(int, children)
-        if b"hadal.gateway.text.template" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    return children_of(os.getpid(), b"hadal.gateway.text.template")
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,7 @@ from hadal.runtime.resolve import resolve
 from hadal.runtime.topology import GATEWAY_MODULE, UNIT_MODULE, launch_plan
 from hadal.runtime.wire import ZmqWire
 from hadal.runtime.wire_sockets import Network
+from tests.processes import children_of
 from tests.waiting import DEADLINE_S, Hang, wait_until
 
 LOOPBACK, SECRET = "127.0.0.1", b"s" * 32
@@ -271,12 +272,7 @@ def test_a_unit_runs_until_it_is_not_wanted_and_its_successor_elsewhere_stays_kn
 
 def forks_of(agent: Agent) -> set[int]:
     """Return the pids of fork servers among the agent's children."""
-    children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children").read_text()
-    return {
-        pid
-        for pid in map(int, children.split())
-        if b"process.forks" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    }
+    return set(children_of(agent.process.pid, b"process.forks"))
 
 
 @pytest.mark.promise(
