@@ -18,6 +18,10 @@ from tests import stacks
 T = TypeVar("T")
 DEADLINE_S = 600.0
 """Time after which a wait counts as hanging. Below pytest's timeout, so that the message names it."""
+PATIENCE_S = 2 * DEADLINE_S
+"""Limit for what runs beside a wait (requests, held steps, collectives): the wait fails first, and its
+error says more.
+"""
 _FIRST_PERIOD_S, _LAST_PERIOD_S = 0.0005, 0.01
 """First and longest pause between two checks, seconds; a condition that is true soon is noticed soon."""
 

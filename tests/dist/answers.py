@@ -18,7 +18,7 @@ import httpx
 from tests.dist import gate
 from tests.dist.borders import beside_a_border
 from tests.dist.serving import Server, metric
-from tests.waiting import DEADLINE_S, join, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, join, wait_until
 
 PROMPT = "What is 12 + 30?"
 CONCURRENCY = 24
@@ -38,7 +38,7 @@ def asked(server: Server, num_tokens: int, prompt: str = PROMPT) -> dict[str, An
 def complete(server: Server, num_tokens: int, prompt: str = PROMPT) -> str:
     """Return the text of a greedy completion of `num_tokens` tokens."""
     body = asked(server, num_tokens, prompt)
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=2 * DEADLINE_S)
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert reply.status_code == 200, reply.text
     return str(reply.json()["choices"][0]["text"])
 
@@ -53,7 +53,7 @@ async def ask_all(
     while `while_running` runs beside them.
     """
     free, model = asyncio.Semaphore(CONCURRENCY), server.model
-    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
 
         async def one(body: dict[str, Any]) -> Any:
             async with free:

@@ -24,7 +24,7 @@ from hadal.model.load import load_weights
 from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import FULL, Case, plain_answer
-from tests.waiting import DEADLINE_S
+from tests.waiting import PATIENCE_S
 
 MAX_TOKENS = 80
 NUM_TURNS = 4
@@ -210,7 +210,7 @@ def client_for(url: str, concurrency: int, key: str = "") -> httpx.AsyncClient:
     """Return a client that sends `key` as the API key and allows `concurrency` requests at once."""
     limits = httpx.Limits(max_connections=concurrency + 4)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, limits=limits, headers=headers)
+    return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, headers=headers)
 
 
 def talk(

@@ -26,7 +26,7 @@ from typing import Any
 from hadal.core.plans import FormPlan, PrefillPlan
 from hadal.roles.decode import shape
 from hadal.runtime.compute import Compute
-from tests.waiting import DEADLINE_S
+from tests.waiting import PATIENCE_S
 
 VARIABLE = "HADAL_TEST_GATE"
 """Environment variable: path of a server's gate."""
@@ -34,7 +34,7 @@ PREFILL, DECODE = 0, 1
 _LAYOUT = struct.Struct("<qqqq")
 """Pairs for prefill and decode: the hold's number, and the steps it allows (negative: no limit)."""
 _PERIOD_S = 0.002
-_HELD_MAX_S = 2 * DEADLINE_S
+_HELD_MAX_S = PATIENCE_S
 """Longest hold: a test that ended without opening its gate does not block units forever."""
 
 

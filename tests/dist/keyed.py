@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from tests.dist.serving import Server
-from tests.waiting import DEADLINE_S
+from tests.waiting import DEADLINE_S, PATIENCE_S
 
 AUDITOR = "auditor"
-CLIENT = httpx.Client(timeout=DEADLINE_S, limits=httpx.Limits(max_connections=None))
+CLIENT = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
 """HTTP client that all threads share: making one takes longer than a request."""
 
 

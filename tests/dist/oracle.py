@@ -29,7 +29,7 @@ from hadal.reference.params import ModelWeights
 from hadal.runtime.resolve import model_folder
 from tests.fresh import ANSWERS
 from tests.levels import FULL
-from tests.waiting import DEADLINE_S
+from tests.waiting import PATIENCE_S
 
 __all__ = [
     "FULL",
@@ -45,10 +45,6 @@ __all__ = [
 
 MAX_TOKENS = 160
 EVERYDAY_SEED, NUM_EVERYDAY = 7, 24
-TIMEOUT_S = 2 * DEADLINE_S
-"""Time after which a request counts as hanging. Longer than DEADLINE_S: if the test also waits for
-the cause of the delay, that wait fails first, with an error that says more.
-"""
 BORDER = range(4, 64) if FULL else range(4, 46)
 """Range of a prompt's distance to the end of its last block, in tokens. Below 4, decode fills the
 block too early to matter; few answers are long enough to fill most of a block.
@@ -159,7 +155,7 @@ async def complete_all(
     gate = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency + 4)
 
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
 
         async def one(case: Case) -> tuple[int, ...]:
             body = {

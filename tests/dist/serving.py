@@ -23,7 +23,7 @@ from tests.dist.gate import Gate
 from tests.dist.served import Forked, fork
 from tests.processes import is_alive
 from tests.suite import events
-from tests.waiting import DEADLINE_S, wait_for, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, wait_for, wait_until
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
 }
 """Deployment fields of every test server unless the test sets others."""
 RANKED: dict[str, Any] = {
-    "collective_timeout_s": 2 * DEADLINE_S,
+    "collective_timeout_s": PATIENCE_S,
     "prefill": {"ranks": 2, "threads": 1, "kv_memory_mb": 32},
     "decode": {
         "ranks": 4,

@@ -25,7 +25,7 @@ from tests.dist.test_openai_client import is_empty
 from tests.unit.gateway.event_streams import message_of, named_events, parsed, response_of
 from tests.unit.gateway.test_tools import BOS, CONTROLS, EOS, LISTING, V31_TEMPLATE, tokenizer_of
 from tests.unit.model.test_family import write_checkpoint
-from tests.waiting import DEADLINE_S, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, wait_until
 
 LIVE = pytest.mark.more("tests/unit/gateway has it without a server")
 SYSTEM, ASKED, SAID, AGAIN = "Answer briefly.", "What is 12 + 30?", "It is 42.", "And 5 + 6?"
@@ -197,7 +197,7 @@ def test_any_gateway_goes_on_from_a_response_of_any_other(twofold: Server) -> No
         body: dict[str, Any] = {"model": "hadal-tiny", "input": ASKED, "max_output_tokens": 3}
         if previous:
             body["previous_response_id"] = previous
-        return httpx.post(f"{url}/v1/responses", json=body, headers=headers, timeout=DEADLINE_S)
+        return httpx.post(f"{url}/v1/responses", json=body, headers=headers, timeout=PATIENCE_S)
 
     def responded() -> bool:
         response_id = post().json()["id"]
@@ -268,7 +268,7 @@ def test_forced_calls_are_the_same_in_all_formats(borrow: StartServer, caller: P
     url, common = server.url, {"model": "caller", "temperature": 0}
 
     def post(path: str, **fields: Any) -> httpx.Response:
-        reply = httpx.post(f"{url}{path}", json={**common, **fields}, timeout=DEADLINE_S)
+        reply = httpx.post(f"{url}{path}", json={**common, **fields}, timeout=PATIENCE_S)
         assert reply.status_code == 200, reply.text
         return reply
 

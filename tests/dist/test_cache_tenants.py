@@ -28,7 +28,7 @@ from tests.dist.oracle import Case
 from tests.dist.segments import names_on_disk
 from tests.dist.serving import Server
 from tests.fresh import fresh
-from tests.waiting import DEADLINE_S
+from tests.waiting import PATIENCE_S
 
 ALICE, BOB = "alice-key", "bob-key"
 NUM_TOKENS = 200
@@ -130,7 +130,7 @@ def chat(
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],
     }
     url = f"{server.url}/v1/chat/completions"
-    reply = httpx.post(url, json=body, headers=header(key), timeout=DEADLINE_S)
+    reply = httpx.post(url, json=body, headers=header(key), timeout=PATIENCE_S)
     assert reply.status_code == 200, reply.text
     usage: dict[str, int] = reply.json()["usage"]
     return usage

@@ -27,7 +27,7 @@ from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.dist.test_ep_exactness import units
 from tests.fresh import fresh
 from tests.levels import LEVEL
-from tests.waiting import DEADLINE_S
+from tests.waiting import PATIENCE_S
 
 FEW = LEVEL == "test"
 NUM_SAMPLED = 1000 if FULL else 12 if FEW else 48
@@ -80,7 +80,7 @@ async def ask_all(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
     """Return the choices of every request."""
     gate, model = asyncio.Semaphore(CONCURRENCY), server.model
     limits = httpx.Limits(max_connections=CONCURRENCY + 4)
-    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, limits=limits) as client:
 
         async def one(body: dict[str, Any]) -> Any:
             async with gate:

@@ -18,7 +18,7 @@ from tests.dist import gate
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
 from tests.dist.serving import Server, StartServer, metric
 from tests.fresh import fresh
-from tests.waiting import DEADLINE_S, wait_for, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, wait_for, wait_until
 
 NUM_CASES, NUM_FRESH = (200, 50) if FULL else (20, 4)
 FEW = 6
@@ -60,9 +60,7 @@ DEPLOYMENTS = {
 
 def deployed(borrow: StartServer, name: str) -> Server:
     prefill, decode = DEPLOYMENTS[name]
-    return borrow(
-        prefill=prefill, decode=decode, chunk_tokens=128, collective_timeout_s=2 * DEADLINE_S
-    )
+    return borrow(prefill=prefill, decode=decode, chunk_tokens=128, collective_timeout_s=PATIENCE_S)
 
 
 MARKS = {"dual_five_redundant": pytest.mark.more("one deployment stays in `make test`")}
@@ -90,7 +88,7 @@ def test_units_of_two_and_four_ranks_give_the_plain_loops_tokens(ranked: Server)
 
 async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
     """Return (schedule, micro-batches) of a unit's next steps."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         reply = await client.get("/trace", params={"unit": unit, "steps": 10, "wait_s": 60})
     assert reply.status_code == 200, reply.text
     return {
@@ -115,7 +113,7 @@ def test_fp32_dispatch_gives_the_plain_loops_tokens(
         traces = {
             unit: asyncio.ensure_future(trace(server, unit)) for unit in ("prefill-0", "decode-0")
         }
-        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
             for _ in range(3):  # The gateway receives the traces before it answers these.
                 await client.get("/health")
         server.gate.hold(gate.PREFILL, after=10**6)
@@ -147,7 +145,7 @@ def logprobs_of(server: Server, case: Case) -> list[float]:
         "max_tokens": 24,
         "logprobs": 1,
     }
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert reply.status_code == 200, reply.text
     found: list[float] = reply.json()["choices"][0]["logprobs"]["token_logprobs"]
     return found

@@ -27,7 +27,7 @@ from tests.dist.oracle import (
 from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.fresh import fresh
 from tests.levels import LEVEL
-from tests.waiting import DEADLINE_S, wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 NUM_CASES, NUM_FRESH = (200, 50) if FULL else (10, 2) if LEVEL == "test" else (36, 12)
 NUM_GROWING = 48 if FULL else 32
@@ -121,7 +121,7 @@ async def ask_as(server: Server, key: str, bodies: list[dict[str, Any]]) -> list
 
     headers, limits = {"Authorization": f"Bearer {key}"}, httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
-        base_url=server.url, timeout=DEADLINE_S, limits=limits, headers=headers
+        base_url=server.url, timeout=PATIENCE_S, limits=limits, headers=headers
     ) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         return await asyncio.gather(*(one(body) for body in bodies))

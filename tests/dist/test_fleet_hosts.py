@@ -45,7 +45,7 @@ from tests.sim.engine import VOCAB
 from tests.sim.fleet import FleetFaults, FleetWorld
 from tests.sim.scenario import longest_output
 from tests.sim.world import Faults
-from tests.waiting import DEADLINE_S, unix_now, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, unix_now, wait_until
 
 HOUR_S = float(os.environ.get("HADAL_HOUR_S", "60"))
 """Real duration of an hour of the day, seconds."""
@@ -282,7 +282,7 @@ class LiveDay:
 
     def client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(base_url=self._url, timeout=DEADLINE_S, limits=limits)
+        return httpx.AsyncClient(base_url=self._url, timeout=PATIENCE_S, limits=limits)
 
     async def quiet(self) -> list[list[int]]:
         """Return the answers of an otherwise idle deployment."""

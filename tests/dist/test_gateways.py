@@ -16,7 +16,7 @@ from tests.dist import gate
 from tests.dist.answers import asked, complete
 from tests.dist.serving import Server, StartServer, blocks_used
 from tests.dist.test_supervision import wait_replaced
-from tests.waiting import DEADLINE_S, join, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, join, wait_until
 
 NUM_TOKENS = 60
 FRONT, OTHER = "gateway", "gateway-1"
@@ -31,7 +31,7 @@ class Asking:
         self.is_broken = False
         self._server = server
         self._client = httpx.Client(
-            timeout=DEADLINE_S, limits=httpx.Limits(max_connections=1), trust_env=False
+            timeout=PATIENCE_S, limits=httpx.Limits(max_connections=1), trust_env=False
         )
         self._body = asked(server, NUM_TOKENS) | {"stream": True}
         self._connect(gateway)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist.oracle import FULL, complete_all, differences, everyday_cases
 from tests.dist.serving import FORMED, Server, StartServer, kill_at_work
-from tests.waiting import DEADLINE_S, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, wait_until
 
 VICTIM = "decode-0.1"
 
@@ -30,7 +30,7 @@ def test_the_plain_loops_tokens_with_a_rank_killed_and_without(start_server: Sta
     cases = everyday_cases(64 if FULL else 16, seed=41)
     server = start_server(
         transport="gloo",
-        collective_timeout_s=2 * DEADLINE_S,
+        collective_timeout_s=PATIENCE_S,
         prefill={"ranks": 2, "kv_memory_mb": 32},
         decode={"ranks": 2, "kv_memory_mb": 32, "max_requests": 16, "redundant_experts": 64},
     )

@@ -29,7 +29,7 @@ from tests.dist.gate import DECODE
 from tests.dist.hosts import NEEDS_HOSTS, RAY, Host, Hosts
 from tests.dist.oracle import FULL, Case, complete_all, differences, everyday_cases, make_cases
 from tests.dist.serving import Server, blocks_used, metric
-from tests.waiting import DEADLINE_S, unix_now, wait_for, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, unix_now, wait_for, wait_until
 
 pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(3600)]
 
@@ -42,7 +42,7 @@ THREE_HOSTS = {
     "prefill": {**SMALL, "threads": 2},
     "decode": {**SMALL, "ranks": 2, "threads": 3},
     "gateway": {"nodes": 1},
-    "collective_timeout_s": 2 * DEADLINE_S,
+    "collective_timeout_s": PATIENCE_S,
 }
 """Deployment in which each process fits on one host only. The collective timeout is longer than a
 test's waits, so that a step that a test holds does not fail.

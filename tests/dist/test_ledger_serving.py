@@ -22,7 +22,7 @@ from tests.dist.pool import OUTPUT_TOKENS
 from tests.dist.served import fork
 from tests.dist.serving import Server, StartServer, metric
 from tests.unit.runtime.ledger.test_outbox import left_in
-from tests.waiting import DEADLINE_S, wait_for, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, wait_for, wait_until
 
 WHOLE = {"ignore_eos": True, "temperature": 0}
 NUM_LONG = 4
@@ -68,7 +68,7 @@ async def ask(client: httpx.AsyncClient, model: str, stream: bool, **fields: Any
     body = {"model": model, "stream": stream, **WHOLE, **fields}
     if stream:
         body["stream_options"] = {"include_usage": True}
-    reply = await client.post("/v1/completions", json=body, timeout=DEADLINE_S)
+    reply = await client.post("/v1/completions", json=body, timeout=PATIENCE_S)
     assert reply.status_code == 200, reply.text
     if not stream:
         usage = reply.json()["usage"]

@@ -21,7 +21,7 @@ from tests.dist.keyed import AUDITOR, ask, header, model_of, with_keys
 from tests.dist.serving import Server, StartServer, metric
 from tests.fresh import fresh
 from tests.levels import FULL
-from tests.waiting import DEADLINE_S, wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 PATH = "/v1/chat/completions"
 MOST_AT_ONCE = 20
@@ -50,7 +50,7 @@ async def load(
     gate = asyncio.Semaphore(concurrency)
     model = model_of(server, keys[0]) if keys else server.model
     async with httpx.AsyncClient(
-        base_url=server.url, timeout=DEADLINE_S, limits=httpx.Limits(max_connections=80)
+        base_url=server.url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=80)
     ) as client:
 
         async def one(number: int) -> str:

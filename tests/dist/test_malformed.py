@@ -20,7 +20,7 @@ from tests.unit.gateway.malformed import (
     RESPONSES_FIELDS,
     bodies,
 )
-from tests.waiting import DEADLINE_S
+from tests.waiting import DEADLINE_S, PATIENCE_S
 
 pytestmark = pytest.mark.more("tests/unit/gateway/test_malformed.py has it without a server")
 TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -28,7 +28,7 @@ TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_to
 
 @pytest.fixture
 def client(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as made:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as made:
         yield made
 
 

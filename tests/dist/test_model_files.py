@@ -21,7 +21,7 @@ from tests.dist.answers import asked, complete
 from tests.dist.conftest import starting
 from tests.dist.served import RETRY
 from tests.dist.serving import Server
-from tests.waiting import DEADLINE_S, wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.more("a process that sees its files change is in the unit tests")
 NUM_TOKENS = 24
@@ -47,7 +47,7 @@ def answer_is(server: Server, expected: str) -> bool:
     """
     body = asked(server, NUM_TOKENS)
     try:
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
     except httpx.HTTPError:
         return False
     if reply.status_code != 200:

@@ -36,7 +36,7 @@ from tests.dist.serving import RANKED, Server, StartServer
 from tests.unit.gateway.fake_units import Script
 from tests.unit.gateway.serving import Serving, serving
 from tests.unit.gateway.test_tools import BOS, EOS, V31, V31_TEMPLATE, vocabulary_of
-from tests.waiting import DEADLINE_S, join, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, join, wait_until
 
 PAGES = {"mode": "auto", "port": 0}
 QUESTIONS = (
@@ -602,7 +602,7 @@ def kept_busy(server: Server) -> Iterator[None]:
             question = QUESTIONS[next(numbers) // NUM_OF_A_KIND % len(QUESTIONS)]
             body["messages"] = [{"role": "user", "content": question}]
             with contextlib.suppress(httpx.HTTPError):
-                httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=DEADLINE_S)
+                httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
 
     threads = [threading.Thread(target=work) for _ in range(NUM_CHATS)]
     for thread in threads:

@@ -16,7 +16,7 @@ from hadal.runtime.resolve import model_folder
 from tests.dist.answers import events_of
 from tests.dist.serving import RANKED, Server, StartServer
 from tests.unit.model.checkpoints import dequantise
-from tests.waiting import DEADLINE_S
+from tests.waiting import PATIENCE_S
 
 TOLERANCE = 1e-4
 OTHER_WAY = pytest.mark.more("tests/unit/roles/prefill has the scores of each chunk")
@@ -64,7 +64,7 @@ def expected(theirs: Any, prompts: list[list[int]]) -> list[Scores]:
 
 def ask(server: Server, **fields: Any) -> dict[str, Any]:
     body = {"model": server.model, "temperature": 0, **fields}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert reply.status_code == 200, reply.text
     found = reply.json()
     assert isinstance(found, dict)

@@ -24,7 +24,7 @@ from hadal.runtime.resolve import model_folder
 from tests.dist.conftest import starting
 from tests.dist.served import RETRY
 from tests.dist.serving import Server, StartServer
-from tests.waiting import DEADLINE_S, join, wait_until
+from tests.waiting import PATIENCE_S, join, wait_until
 
 PROMPTS = [tuple(range(first, first + 30)) for first in (300, 400, 500)]
 NUM_TOKENS = 30
@@ -41,7 +41,7 @@ def ask(server: Server, prompt: Tokens) -> Tokens:
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=2 * DEADLINE_S)
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert reply.status_code == 200, reply.text
     return tuple(reply.json()["choices"][0]["token_ids"])
 

@@ -27,7 +27,7 @@ from tests.dist.serving import Server, StartServer, blocks_used
 from tests.dist.test_starved import NUM_SPINNING, ON_ONE_PROCESSOR, spinning
 from tests.fresh import fresh
 from tests.levels import MORE
-from tests.waiting import DEADLINE_S, wait_for
+from tests.waiting import DEADLINE_S, PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.more(
     "test_rank_processes and test_supervision strike each kind of process"
@@ -120,7 +120,7 @@ class Rounds:
 
     async def _ask_all(self, answers: list[Answer]) -> list[Answer]:
         limits = httpx.Limits(max_connections=2 * NUM_ANSWERS)
-        async with httpx.AsyncClient(timeout=DEADLINE_S, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
             await asyncio.gather(
                 *(self._ask(client, index, answer) for index, answer in enumerate(answers))
             )
@@ -167,7 +167,7 @@ class Rounds:
         if victim in before and processes[victim].pid == before[victim]:
             return False
         try:
-            async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 health = await client.get(f"{self.server.url}/health")
         except httpx.TransportError:
             return False
@@ -183,7 +183,7 @@ def _is_near(name: str, victim: str) -> bool:
 def start_ranked(start_server: StartServer, **options: Any) -> Server:
     unit = {"ranks": RANKS, "kv_memory_mb": 32}
     decode = unit | {"redundant_experts": 64}
-    return start_server(prefill=unit, decode=decode, collective_timeout_s=2 * DEADLINE_S, **options)
+    return start_server(prefill=unit, decode=decode, collective_timeout_s=PATIENCE_S, **options)
 
 
 def drawn(num_rounds: int, rng: random.Random) -> list[Strike]:

@@ -25,7 +25,7 @@ from tests.dist.keyed import header
 from tests.dist.serving import Server, metric
 from tests.fresh import fresh
 from tests.levels import FULL
-from tests.waiting import DEADLINE_S, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, wait_until
 
 NUM_ATTACKS = 10_000 if FULL else 150
 KEY = "a-key-of-ours"
@@ -129,7 +129,7 @@ def networked() -> Iterator[Server]:
             handover="tcp",
             # No rank may count as lost because a busy machine delays its heartbeats.
             rank_timeout_s=30.0,
-            collective_timeout_s=2 * DEADLINE_S,
+            collective_timeout_s=PATIENCE_S,
             unit_timeout_s=60.0,
             decode={"ranks": 2},
             environment={"HADAL_API_KEYS": KEY},

@@ -24,7 +24,7 @@ from tests.dist.answers import asked, complete, under_way
 from tests.dist.conftest import starting
 from tests.dist.serving import RANKED, SOURCE, Server, StartServer, blocks_used
 from tests.processes import is_alive
-from tests.waiting import DEADLINE_S, wait_until
+from tests.waiting import DEADLINE_S, PATIENCE_S, wait_until
 
 NUM_TOKENS = 60
 
@@ -258,7 +258,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(ending: StartServer) 
     server = ending()
     undisturbed = complete(server, NUM_TOKENS)
     url, body = server.url, asked(server, 5)
-    with httpx.Client(timeout=DEADLINE_S) as client:
+    with httpx.Client(timeout=PATIENCE_S) as client:
         client.get(f"{url}/health")  # The connection is open before the drain.
         streams = under_way(server, "decode-0", NUM_TOKENS)
         for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):

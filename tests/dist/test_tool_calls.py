@@ -25,7 +25,7 @@ from tests.dist.serving import Server, StartServer, kill_at_work, metric
 from tests.fresh import fresh
 from tests.levels import FULL, MORE
 from tests.schemas import SCHEMAS, closed
-from tests.waiting import DEADLINE_S
+from tests.waiting import PATIENCE_S
 
 TEMPERATURE = 1.5
 DRAWN = {"temperature": TEMPERATURE, "top_p": 1}
@@ -118,7 +118,7 @@ def bodies_of(seed: int) -> list[dict[str, Any]]:
 
 
 async def post_all(server: Server, path: str, bodies: list[dict[str, Any]]) -> list[Any]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         replies = [client.post(path, json={"model": server.model, **body}) for body in bodies]
         found = await asyncio.gather(*replies)
     assert {reply.status_code for reply in found} == {200}, found[0].text
@@ -299,7 +299,7 @@ def test_what_cannot_be_followed_is_refused_by_name(marked: Server) -> None:
         "messages": [{"role": "user", "content": "hi"}],
         "tools": [{"type": "function", "function": function}],
     }
-    reply = httpx.post(f"{marked.url}/v1/chat/completions", json=body, timeout=DEADLINE_S)
+    reply = httpx.post(f"{marked.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == "tools[0].function.parameters"

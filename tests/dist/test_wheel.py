@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.dist.conftest import StartServer
-from tests.waiting import DEADLINE_S
+from tests.waiting import DEADLINE_S, PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("src", "models", "configs", "pyproject.toml", "README.md", "LICENSE")
@@ -89,6 +89,6 @@ def test_it_serves(
     environment = Path(f"/proc/{server.pids()['gateway']}/environ").read_text()
     assert f"PYTHONPATH={installed}:" in environment, "the processes run what the wheel installed"
     body = {"model": "hadal-tiny", "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=DEADLINE_S)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
     assert reply.status_code == 200, reply.text
     assert "42" in reply.json()["choices"][0]["message"]["content"]

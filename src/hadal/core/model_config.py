@@ -378,7 +378,7 @@ def _check(config: ModelConfig, source: str) -> None:
         )
     if config.n_routed_experts // config.n_group < 2 and config.n_group > 1:
         raise CheckpointError(
-            f"{source}: each of the n_group groups needs the two experts whose scores are summed."
+            f"{source}: each of the n_group groups needs two experts: its two highest scores are summed."
         )
     _check_indexer(config, source)
 

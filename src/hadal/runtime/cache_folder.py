@@ -26,10 +26,6 @@ def absolute_folder(folder: str) -> str:
     """Return the folder's absolute path; "" for "". Raises ConfigError."""
     if not folder:
         return ""
-    if "\0" in folder:
-        raise ConfigError(
-            f"cache.folder is {folder!r}; no file system takes a zero byte in a name."
-        )
     try:
         path = Path(folder).expanduser().absolute()
     except RuntimeError:

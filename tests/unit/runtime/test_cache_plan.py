@@ -78,7 +78,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "why"),
-    [("~nobody-has-this-name/kv", "has no home"), ("a\0b", "unprintable characters")],
+    [("~no-such-account/kv", "has no home"), ("a\0b", "unprintable characters")],
 )
 def test_a_folder_that_can_never_be_is_refused(folder: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):

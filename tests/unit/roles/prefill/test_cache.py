@@ -227,7 +227,7 @@ def test_a_prompt_that_waits_too_long_computes_in_other_blocks() -> None:
 
 def test_one_that_waits_too_long_and_finds_no_room_goes_back() -> None:
     unit, load = reading(num_blocks=5)
-    effects = unit.handle(READ_TIMEOUT_S, Release("nobody", 0))  # Any event checks deadlines.
+    effects = unit.handle(READ_TIMEOUT_S, Release("unknown", 0))  # Any event checks deadlines.
     assert [returned.reason for returned in sent(effects, Returned)] == ["queue full"]
     assert (unit.num_requests, unit.blocks.num_used, unit.audit()) == (0, 3, [])
     unit.handle(READ_TIMEOUT_S + 1, BlocksRead(load.read_id, 0, 0, "input/output error"))
