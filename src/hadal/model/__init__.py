@@ -1,3 +1,3 @@
-"""DeepSeek-V3 on torch: weights and tokens in, logits out. Independent of sockets and the
-scheduler.
+"""DeepSeek-V3 as in its paper, on torch: weights and tokens in, logits out. Independent of sockets
+and the scheduler.
 """
