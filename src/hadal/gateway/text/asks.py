@@ -41,6 +41,8 @@ class Turn:
     """Id of the call that a tool's message answers."""
     name: str = ""
     """Optional speaker name, passed to the chat template."""
+    reasoning: str = ""
+    """Reasoning of an assistant's turn, for templates that show earlier reasoning; others omit it."""
 
     @property
     def num_chars(self) -> int:
