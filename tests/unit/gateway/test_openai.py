@@ -320,7 +320,7 @@ def test_messages() -> None:
     assert parsed.turns == (
         Turn("system", "d"),
         Turn("user", "aa"),
-        Turn("assistant", ""),
+        Turn("assistant", "", reasoning="old"),
         Turn("user", "b", name="x"),
     )
 

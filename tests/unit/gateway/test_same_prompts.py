@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -73,6 +74,9 @@ def outcome(seed: int, folder: Path, vocabulary: Vocabulary) -> str:
 
 def _of_chat(rng: Random, seed: int, theirs: Any, ours: str | ChatFormat | None) -> str:
     messages = draw_messages(rng)
+    for message in messages:
+        if message["role"] == "assistant" and rng.random() < 0.5:
+            message["reasoning_content"] = draw_words(rng)
     kwargs: dict[str, Any] = {"custom": draw_words(rng)} if rng.random() < 0.3 else {}
     tool = {"type": "function", "function": {"name": "f", "description": draw_words(rng)}}
     tools = [tool] if rng.random() < 0.2 else []
@@ -87,21 +91,27 @@ def _of_chat(rng: Random, seed: int, theirs: Any, ours: str | ChatFormat | None)
     ):  # A template of the folder does not parse, maybe one that this chat does not use.
         return "folder refused"
     assert ours is not None
-    found: list[int] | str
-    try:
-        found = [
-            *ours.prompt(
-                [Turn(**message) for message in messages],
-                Rendering(template_kwargs=kwargs, choosing=Choosing(read_tools(tools))),
-                max_tokens=10**6,
-            ).ids
-        ]
-    except RequestError as error:
-        found = str(error)
+    turns = [
+        Turn(each["role"], each["content"], reasoning=each.get("reasoning_content", ""))
+        for each in messages
+    ]
+    rendering = Rendering(template_kwargs=kwargs, choosing=Choosing(read_tools(tools)))
+    found = _prompt(ours, turns, rendering)
+    if not ours.reads_reasoning(has_tools=bool(tools)):
+        bare = [replace(turn, reasoning="") for turn in turns]
+        assert found == _prompt(ours, bare, rendering), (seed, messages)
     if isinstance(found, str) and isinstance(wanted, str):
         return "both refuse the chat"
     assert found == wanted, (seed, messages)
     return "agreed"
+
+
+def _prompt(ours: ChatFormat, turns: list[Turn], rendering: Rendering) -> list[int] | str:
+    """Return a prompt's ids, or the error's text."""
+    try:
+        return [*ours.prompt(turns, rendering, max_tokens=10**6).ids]
+    except RequestError as error:
+        return str(error)
 
 
 def write_folder(folder: Path) -> Path:

@@ -316,21 +316,11 @@ _TEMPLATED = (
         ("auto", "current_turn"),
     ),
     _refused("reasoning.mode", _LEAVE, "OpenAI", ("standard",)),
-    _refused("thinking.keep", "reasoning of earlier turns is not part of the prompt", "Moonshot"),
-    _refused(
-        "thinking.clear_thinking",
-        "reasoning of earlier turns is not part of the prompt",
-        "Zhipu",
-        (True,),
-    ),
-    _refused(
-        "preserve_thinking", "reasoning of earlier turns is not part of the prompt", "DashScope"
-    ),
-    _refused(
-        "reasoning_history",
-        "reasoning of earlier turns is not part of the prompt",
-        "Fireworks",
-        ("disabled",),
+    _served(
+        "thinking.keep thinking.clear_thinking preserve_thinking reasoning_history",
+        "variables preserve_thinking and clear_thinking for the chat template: show the reasoning of"
+        " all earlier turns, or not",
+        "Moonshot, Zhipu, DashScope, Fireworks",
     ),
     _refused("thinking.display", "send include_reasoning", "Anthropic", ("summarized",)),
     _inert("thinking.block_binding", "signatures of thinking blocks are not checked", "Anthropic"),
@@ -454,14 +444,18 @@ _CHAT = (
         "DeepSeek, Moonshot, DashScope",
     ),
     _served(
-        "messages[].reasoning_content",
-        "with prefix: the beginning of the reply's reasoning; otherwise not read",
-        "DeepSeek",
+        "messages[].reasoning_content messages[].reasoning messages[].reasoning_details"
+        " messages[].reasoning_details[].text",
+        "reasoning of an earlier turn, for templates that show it; with prefix: the beginning of the"
+        " reply's reasoning",
+        "DeepSeek, OpenRouter, vLLM",
     ),
     _inert(
-        "messages[].reasoning messages[].reasoning_details",
-        "reasoning of earlier turns is not part of the prompt",
-        "OpenRouter, vLLM",
+        "messages[].reasoning_details[].type messages[].reasoning_details[].summary messages[].reasoning_details[].data"
+        " messages[].reasoning_details[].signature messages[].reasoning_details[].id"
+        " messages[].reasoning_details[].format messages[].reasoning_details[].index",
+        "only the text of a reasoning is read",
+        "OpenRouter",
     ),
     _inert(
         "messages[].annotations messages[].metadata messages[].status messages[].id messages[].type"

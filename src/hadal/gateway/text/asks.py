@@ -46,8 +46,9 @@ class Turn:
 
     @property
     def num_chars(self) -> int:
-        """Return the length of the content and of all calls' names and arguments."""
-        return len(self.content) + sum(len(call.name) + len(call.arguments) for call in self.calls)
+        """Return the length of content and reasoning, and of all calls' names and arguments."""
+        num_chars = len(self.content) + len(self.reasoning)
+        return num_chars + sum(len(call.name) + len(call.arguments) for call in self.calls)
 
 
 @dataclass(frozen=True)

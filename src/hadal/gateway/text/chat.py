@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,21 @@ _RESERVED = {
 }
 _SAMPLE = PastCall("functions.sample_tool:0", "sample_tool", '{"key": "some value"}')
 """Sample call to find out the form of calls that a template accepts."""
+_SAMPLE_TOOL = {
+    "type": "function",
+    "function": {"name": _SAMPLE.name, "parameters": {"type": "object", "properties": {}}},
+}
+_REASONING = "reasoning_content"
+"""Field of an assistant's message that templates read for its reasoning."""
+_SAMPLE_REASONING = "sample-reasoning-0"
+"""Reasoning of a sample turn, to find out if a template reads the reasoning of earlier turns."""
+_KEEPING = {
+    "thinking": True,
+    "enable_thinking": True,
+    "preserve_thinking": True,
+    "clear_thinking": False,
+}
+"""Options by which templates show earlier reasoning that they omit by default."""
 
 
 class CallsForm(NamedTuple):
@@ -137,8 +152,9 @@ class ChatFormat:
         prefix, reasoning, goes_on = rendering.prefix, rendering.reasoning, rendering.goes_on
         self._check(turns, kwargs, choosing)
         given = [each.fields for each in choosing.tools]
-        texts = [*_texts_of(turns), prefix, reasoning, *texts_in([dict(kwargs), given, schema])]
         template = self._template(has_tools=bool(given))
+        turns = self._readable(template, turns)
+        texts = [*_texts_of(turns), prefix, reasoning, *texts_in([dict(kwargs), given, schema])]
         shield = self._marks.shield(texts)
         messages = shield.put_in(self._messages(template, turns))
         if goes_on:
@@ -260,6 +276,52 @@ class ChatFormat:
                     break
         return template.calls_form
 
+    def _readable(self, template: _Template, turns: Sequence[Turn]) -> Sequence[Turn]:
+        """Return the turns without reasoning if the template does not read it; it then affects
+        nothing. A template that reads it decides by its own rule which turns' reasoning it shows.
+        """
+        if not any(turn.reasoning for turn in turns) or self._reads_reasoning(template):
+            return turns
+        return [replace(turn, reasoning="") for turn in turns]
+
+    def reads_reasoning(self, *, has_tools: bool = False) -> bool:
+        """Return True if the template for such a request reads the reasoning of earlier turns.
+        Raises RequestError.
+        """
+        return self._reads_reasoning(self._template(has_tools=has_tools))
+
+    def _reads_reasoning(self, template: _Template) -> bool:
+        """Return True if the template renders an assistant's reasoning in a sample conversation.
+        Templates show it in all turns, only after the last message of a user, only beside calls,
+        only with tools, or only with an option.
+        """
+        if template.reads_reasoning is None:
+            samples = itertools.product(self._sample_chats(template), ({}, _KEEPING))
+            template.reads_reasoning = any(
+                self._shows_reasoning(template, turns, values) for turns, values in samples
+            )
+        return template.reads_reasoning
+
+    def _shows_reasoning(
+        self, template: _Template, turns: Sequence[Turn], values: dict[str, Any]
+    ) -> bool:
+        tools = [_SAMPLE_TOOL] if self.tools is not None else None
+        max_chars = _CHARS_PER_MESSAGE * len(turns)
+        with contextlib.suppress(RequestError):
+            messages = self._messages(template, turns)
+            text = self._render(template, messages, values, max_chars, tools=tools)
+            return _SAMPLE_REASONING in text
+        return False
+
+    def _sample_chats(self, template: _Template) -> Iterator[Sequence[Turn]]:
+        """Yield conversations with a reasoning, for `_reads_reasoning`."""
+        asked, answer = Turn("user", "a"), Turn("assistant", "b", reasoning=_SAMPLE_REASONING)
+        if self.tools is not None:
+            called = Turn("assistant", "", (_SAMPLE,), reasoning=_SAMPLE_REASONING)
+            yield asked, called, Turn("tool", "c", call_id=_SAMPLE.id)
+        yield asked, answer
+        yield asked, answer, asked
+
     def _own_ids(self, turns: Sequence[Turn]) -> dict[str, str]:
         """Return call id -> id in the model's own form, for calls with other ids (a chat may have
         begun on another server). Empty for models without a form of their own.
@@ -286,11 +348,15 @@ class ChatFormat:
         message: dict[str, Any] = {"role": turn.role, "content": _answer_of(turn)}
         if turn.name:
             message["name"] = turn.name
+        if turn.reasoning:  # Named as transformers does, in its order.
+            message = {"thinking": turn.reasoning, **message, _REASONING: turn.reasoning}
         messages = [message]
         if turn.calls:
             has_content, is_parsed = self._calls_form(template)
             if not has_content:
                 said, message = message, {**message, "content": None}
+                if said["content"] and turn.reasoning:  # It precedes the text.
+                    del message["thinking"], message[_REASONING]
                 messages = [said, message] if said["content"] else [message]
             message["tool_calls"] = _calls_of(turn.calls, ids, is_parsed=is_parsed)
         if turn.call_id:
@@ -361,6 +427,8 @@ class _Template:
     text: str
     calls_form: CallsForm | None = None
     """Accepted form of calls; None: not determined yet."""
+    reads_reasoning: bool | None = None
+    """True if it reads the reasoning of earlier turns; None: not determined yet."""
 
     @cached_property
     def lists_tools(self) -> bool:
@@ -399,7 +467,7 @@ def raw_prompt(
 def _texts_of(turns: Sequence[Turn]) -> Iterator[str]:
     """Yield all texts of a chat."""
     for turn in turns:
-        yield from (turn.content, turn.call_id, turn.name)
+        yield from (turn.content, turn.call_id, turn.name, turn.reasoning)
         for call in turn.calls:
             yield from astuple(call)
 

@@ -3,6 +3,7 @@
     thinking, enable_thinking, reasoning.enabled      think or do not
     reasoning_effort, reasoning.effort                amount of thinking; "none": do not think
     thinking_budget and its other names               maximum number of reasoning tokens
+    thinking.keep, preserve_thinking and others       show the reasoning of all earlier turns
     chat_template_kwargs                              the template's switches, if no other is set
 
 Two fields for one setting with different values raise RequestError (400), as does effort "none"
@@ -58,6 +59,10 @@ class ThinkingSwitch(msgspec.Struct):
 
     type: str
     budget_tokens: _Count | None = None
+    keep: Literal["all"] | None = None
+    """Moonshot's field: the prompt has the reasoning of all earlier turns."""
+    clear_thinking: bool | None = None
+    """Zhipu's field. False: the prompt has the reasoning of all earlier turns."""
     display: Literal["summarized", "omitted"] | None = None
     """Field of /v1/messages. "omitted": thinking blocks have no text. Nothing is summarized."""
 
@@ -84,6 +89,10 @@ class ThinkingFields(msgspec.Struct, kw_only=True):
     thinking_budget_tokens: _Budget | None = None
     reasoning_budget: _Budget | None = None
     reasoning_budget_tokens: _Budget | None = None
+    preserve_thinking: bool | None = None
+    """DashScope's field. True: the prompt has the reasoning of all earlier turns."""
+    reasoning_history: Literal["interleaved", "preserved"] | None = None
+    """Fireworks' field. "preserved": the prompt has the reasoning of all earlier turns."""
     chat_template_kwargs: dict[str, TemplateValue] | None = None
 
 
@@ -139,6 +148,8 @@ def read_thinking(
         is_on = False
     elif effort is not None:
         values["reasoning_effort"] = _known_effort(effort, effort_field)
+    if (keeps := _keeps_all(request)) is not None:
+        values |= {"preserve_thinking": keeps, "clear_thinking": not keeps}
     kwargs = values | (request.chat_template_kwargs or {})
     for key in ("thinking", "enable_thinking"):
         value = kwargs.get(key)
@@ -149,6 +160,24 @@ def read_thinking(
         is_on = True
     budget_field, budget = _budget(request, options)
     return Thinking(is_on, kwargs, budget, budget_field, demands)
+
+
+def _keeps_all(request: ThinkingFields) -> bool | None:
+    """Return True if the template should show the reasoning of all earlier turns, as far as it has
+    an option for that; None: by its default.
+    """
+    switch = request.thinking if isinstance(request.thinking, ThinkingSwitch) else None
+    clears = None if switch is None else switch.clear_thinking
+    history = request.reasoning_history
+    _, keeps = _one(
+        [
+            ("thinking.keep", None if switch is None or switch.keep is None else True),
+            ("thinking.clear_thinking", None if clears is None else not clears),
+            ("preserve_thinking", request.preserve_thinking),
+            ("reasoning_history", None if history is None else history == "preserved"),
+        ]
+    )
+    return keeps
 
 
 def _switch(value: bool | ThinkingSwitch | None) -> bool | None:

@@ -62,6 +62,12 @@ class ToolCall(msgspec.Struct):
     type: str = "function"
 
 
+class ReasoningDetail(msgspec.Struct):
+    """OpenRouter's form of a reasoning. Only entries of type "reasoning.text" have a text."""
+
+    text: str | None = None
+
+
 class ChatMessage(msgspec.Struct):
     """One message of a chat, in the client's form."""
 
@@ -79,9 +85,13 @@ class ChatMessage(msgspec.Struct):
     partial: bool | None = None
     """Name of `prefix` at Moonshot and DashScope."""
     reasoning_content: str | None = None
-    """DeepSeek's field, used with `prefix`: the beginning of the reply's reasoning. Ignored in
-    other messages, where clients send back earlier replies.
+    """Reasoning of the assistant's message, for templates that show it. With `prefix`: beginning of
+    the reply's reasoning.
     """
+    reasoning: str | None = None
+    """Name of `reasoning_content` at OpenRouter and in vLLM."""
+    reasoning_details: list[ReasoningDetail] | None = None
+    """OpenRouter's other form, read if the message has no reasoning as a text."""
 
 
 class ChatRequest(Common, kw_only=True):
@@ -144,8 +154,8 @@ def _chat_of(request: ChatRequest, named: NamedBody) -> ChatAsk:
     verbosity = {} if request.verbosity is None else {"verbosity": request.verbosity}
     thinking = read_thinking(request, variables=verbosity)
     turns, prefix, reasoning = _turns(request.messages), "", ""
-    if _is_prefix(last := request.messages[-1]):
-        turns, prefix, reasoning = turns[:-1], turns[-1].content, last.reasoning_content or ""
+    if _is_prefix(request.messages[-1]):
+        turns, prefix, reasoning = turns[:-1], turns[-1].content, turns[-1].reasoning
     goes_on = bool(request.continue_final_message)
     if goes_on:
         _check_goes_on(request, turns)
@@ -367,7 +377,26 @@ def _turn(message: ChatMessage, where: str) -> Turn:
         for call in message.tool_calls or ()
     )
     role, call_id = _ROLES[message.role], message.tool_call_id or ""
-    return Turn(role, text, calls, call_id, message.name or "")
+    reasoning = _reasoning_of(message, where)
+    return Turn(role, text, calls, call_id, message.name or "", reasoning)
+
+
+def _reasoning_of(message: ChatMessage, where: str) -> str:
+    """Return the reasoning of an assistant's message. Clients may repeat it in other forms."""
+    details = message.reasoning_details or ()
+    if len(details) > MAX_PARTS:
+        where = f"{where}.reasoning_details"
+        raise RequestError(f"{where} has more than {MAX_PARTS} entries.", where)
+    text, other = message.reasoning_content or "", message.reasoning or ""
+    if text and other and text != other:
+        raise RequestError(
+            f"{where}.reasoning_content and {where}.reasoning have different values; send one.",
+            f"{where}.reasoning",
+        )
+    text = text or other or "".join(each.text or "" for each in details)
+    if text and message.role != "assistant":
+        raise RequestError(f"{where}: only assistant messages may have a reasoning.", where)
+    return text
 
 
 def _text_of(message: ChatMessage, where: str) -> str:
