@@ -42,6 +42,10 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """Maximum number of tokens of reasoning, without its begin and end tokens; after them only
     `begins_after` may be drawn. -1: no limit.
     """
+    is_lenient: bool = False
+    """True: a text that the grammar cannot follow any further, because automata reach a limit, is
+    free from there on. False: its request fails.
+    """
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):

@@ -70,7 +70,7 @@ class SlotMasks:
         self._asked = self._thread.submit(self._run, slots_B.copy(), num_B.copy(), fed_R.copy())
 
     def wait(self) -> RowMasks | None:
-        """Return the masks that `begin` started; None if none of its slots has a grammar, or if
+        """Return the masks that `begin` started; None if they allow all tokens in all rows, or if
         none were started.
         """
         asked, self._asked = self._asked, None
@@ -130,6 +130,8 @@ class SlotMasks:
         bits_MW = np.zeros((num_masks, self._grammars.num_words), np.uint32)
         has_mask_M = np.zeros(num_masks, np.bool_)
         self._grammars.allow(all_rows, bits_MW, has_mask_M)
+        if not has_mask_M.any():
+            return None
         if not has_mask_M.all():
             rows = np.flatnonzero(is_held_R)
             of_R[rows] = np.where(has_mask_M, of_R[rows], -1)

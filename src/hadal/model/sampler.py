@@ -164,7 +164,7 @@ class Sampler:
             self._masks.begin(slots_B, num_B, fed_R)
 
     def wait(self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray) -> RowMasks | None:
-        """Return the grammar masks of the rows; None if no slot has a grammar."""
+        """Return the grammar masks of the rows; None if they allow all tokens."""
         if self._masks is None:
             return None
         if not self._masks.has_begun:
@@ -174,7 +174,7 @@ class Sampler:
     def masks(
         self, slots_B: np.ndarray, num_B: np.ndarray, fed_R: np.ndarray, recorder: Recorder
     ) -> RowMasks | None:
-        """Return the result of `wait`, and record its time; None if no slot has a grammar."""
+        """Return the result of `wait`, and record its time; None if they allow all tokens."""
         if not self.has_grammars:
             return None
         recorder.begin(plans.MASK)

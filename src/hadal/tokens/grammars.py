@@ -243,7 +243,7 @@ class Follower:
     def __init__(self, grammar: Grammar, tokens: Sequence[int]) -> None:
         """Start after `tokens`. The first mask consumes them; a Follower costs nothing before."""
         self.error: str | None = None
-        """Reason why the grammar cannot follow the text; then no token is allowed. None: it can."""
+        """Reason why the grammar cannot follow the constrained text; None: it can."""
         self._grammar = grammar
         self._matcher: LLMatcher | None = None
         """Matcher of the current constrained stretch; None outside of one."""
@@ -303,6 +303,7 @@ class Follower:
                 held.append(token)
             elif before is Place.HELD and self._at is Place.FREE:
                 self._matcher, self._stretch, held = None, [], []
+                self.error = None if self._grammar.is_lenient else self.error
         if self._is_text(self._at):
             if self._matcher is None:
                 self._matcher = make(self._grammar)
@@ -347,6 +348,11 @@ class Follower:
             has_mask_R[over] = True
             bits_RW[over] = 0
             bits_RW[over, grammar.begins_after // 32] = 1 << grammar.begins_after % 32
+
+    @property
+    def is_given_up(self) -> bool:
+        """True if the constrained text became free, because the grammar cannot follow it."""
+        return self.error is not None and self._grammar.is_lenient
 
     def _is_lost(self) -> bool:
         """Return True if the automata reached a limit, or a drawn token is not allowed."""
@@ -464,19 +470,23 @@ class Grammars:
                 has_mask_R[first] = True
                 matcher.unsafe_compute_mask_ptr(base + first * num_bytes, num_bytes)
                 if matcher.is_error():
-                    self._row_by_row(
-                        follower, first, _HeldRows(matcher, 0, [], 0), bits_RW, renewed
-                    )
+                    stretch = _HeldRows(matcher, 0, [], 0)
+                    num_held = self._row_by_row(follower, first, stretch, bits_RW, renewed)
+                    has_mask_R[first] = num_held > 0
                 continue
             follower._write_reasoning(drafts, bits_RW[first:], has_mask_R[first:])
             for stretch in follower._stretches(drafts, self._matcher):
                 matcher, row, of_it, begin = stretch
-                has_mask_R[first + begin : first + row + len(of_it) + 1] = True
-                if follower.error is not None:
+                end = first + row + len(of_it) + 1
+                if follower.is_given_up and matcher is follower._matcher:
+                    continue
+                has_mask_R[first + begin : end] = True
+                if follower.error is not None and not follower.is_given_up:
                     continue
                 _write(matcher, of_it, base + (first + row) * num_bytes, num_bytes)
                 if matcher.is_error():
-                    self._row_by_row(follower, first, stretch, bits_RW, renewed)
+                    num_held = self._row_by_row(follower, first, stretch, bits_RW, renewed)
+                    has_mask_R[first + row + num_held : end] = False
                 if follower._at is Place.START and not begin and follower.error is None:
                     token = follower._grammar.begins_with
                     bits_RW[first, token // 32] |= 1 << token % 32
@@ -488,16 +498,19 @@ class Grammars:
         stretch: _HeldRows,
         bits_RW: np.ndarray,
         renewed: set[Grammar],
-    ) -> None:
+    ) -> int:
         """Write the masks of a stretch in which the automata reached a limit, with new automata if
-        needed, so that neither drafts nor other texts make a text fail.
+        needed, so that neither drafts nor other texts make a text fail. Return the number of rows
+        with a mask: all of them, except that a lenient grammar leaves rows that it cannot follow
+        free.
         """
         matcher, row, drafts, begin = stretch
         bits_RW[first + begin : first + row + len(drafts) + 1] = 0
         is_own = matcher is follower._matcher
         tokens = follower._stretch if is_own else []
         num_bytes = 4 * self.num_words
-        for number in range(len(drafts) + 1):
+        num_held = len(drafts) + 1
+        for number in range(num_held):
             here = [*tokens, *drafts[:number]]
             at = bits_RW.ctypes.data + (first + row + number) * num_bytes
             if number and not matcher.is_error():
@@ -512,9 +525,11 @@ class Grammars:
                 bits_RW[first + row + number] = 0
                 if is_own and not number:
                     follower._fail(matcher)
+                num_held = number if follower._grammar.is_lenient else num_held
                 break
         if is_own and follower.error is None:
             self._renew(follower, renewed)
+        return num_held
 
     def _renew(self, follower: Follower, renewed: set[Grammar]) -> None:
         """Give a text new automata; if these reach a limit too, record the error."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hadal.gateway.api.fields import log_once
 from hadal.gateway.desk.service import ServedModel, read_served_model
 from hadal.gateway.text.formats import Formats
 
@@ -25,6 +26,6 @@ def model(folder: Path) -> ServedModel:
 
 @pytest.fixture(scope="session")
 def formats() -> Iterator[Formats]:
-    made = Formats()
+    made = Formats(log_once)
     yield made
     made.close()

@@ -8,12 +8,13 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages.generation import Token
 from hadal.core.plans import Grammar
+from hadal.gateway.api import fields
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.desk.service import Service
@@ -31,11 +33,13 @@ from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.stream import Assembler, Calls, TextReading
+from hadal.gateway.text.template import Checked, ConfinedProcess
 from hadal.gateway.text.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
 from hadal.roles.front.names import FrontNames
 from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
 from tests.schemas import SCHEMAS, closed
 
+from .test_formats import intersections
 from .test_tools import BOS, EOS, KIMI, LISTING, V3, V31, VOCABULARY, read, written
 from .tool_model import tool_model
 
@@ -150,8 +154,8 @@ def choosings(draw: st.DrawFn) -> Choosing:
 
 
 @pytest.mark.promise(
-    "With strict the arguments are constrained by the tool's schema, too; under auto, "
-    "from the control token that begins calls."
+    "From the control token that begins calls on, a call has the name of an offered tool "
+    "and arguments of its schema, with strict and without."
 )
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @given(choosing=choosings(), seed=st.integers(0, 2**30), thinks=st.booleans())
@@ -179,8 +183,8 @@ def test_forced_calls_are_right_whatever_is_drawn(
 
 
 @pytest.mark.promise(
-    "With strict the arguments are constrained by the tool's schema, too; under auto, "
-    "from the control token that begins calls."
+    "From the control token that begins calls on, a call has the name of an offered tool "
+    "and arguments of its schema, with strict and without."
 )
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @given(choosing=choosings(), seed=st.integers(0, 2**30), before=st.text(max_size=5))
@@ -277,37 +281,80 @@ def test_an_answer_goes_on_from_a_prefix() -> None:
     assert {ord(char) for char in ", "} <= rows[0] <= {ord(char) for char in ", \t\r\n"}
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_a_reasoning_s_calls_are_held_or_barred(choice: str) -> None:
-    """Calls that strict tools allow are constrained from the first mark on. A required call is
-    barred from the reasoning before it.
-    """
-    strict = {"type": "function", "function": {**CITY.fields["function"], "strict": True}}
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    body |= {"model": "small", "tools": [strict], "tool_choice": choice}
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    """Yield the service of a model with prompts that end in an open reasoning."""
     template = f"{LISTING}<｜User｜>{{{{ messages[0].content }}}}<｜Assistant｜><think>\n"
+    special = {"bos_token": BOS, "eos_token": EOS}
     with (
-        closing(
-            ChatFormat(
-                VOCABULARY, {"default": template}, {"bos_token": BOS, "eos_token": EOS}, "here"
-            )
-        ) as chat,
+        closing(ChatFormat(VOCABULARY, {"default": template}, special, "here")) as chat,
         tool_model() as taught,
+        closing(
+            Service(replace(taught, chat=chat), LimitsConfig(), FrontNames(CacheConfig(), "f0"))
+        ) as made,
     ):
-        model = replace(taught, chat=chat)
-        service = Service(model, LimitsConfig(), FrontNames(CacheConfig(), "f0"))
-        tenant = Tenant(salt_of(b"key"))
-        try:
-            work = asyncio.run(service.chat(json.dumps(body).encode(), "r", tenant))
-        finally:
-            service.close()
+        yield made
+
+
+def grammar_of(service: Service, asked_for: dict[str, Any]) -> Grammar | None:
+    """Return the grammar of a chat's reply."""
+    body = {"model": "small", "messages": [{"role": "user", "content": "hi"}], **asked_for}
+    work = asyncio.run(service.chat(json.dumps(body).encode(), "r", Tenant(salt_of(b"key"))))
     (asked,) = work.choices
-    assert asked.generation.sampling.grammar == held(
-        V31, Choosing((CITY,)), **{"is_opened" if choice == "auto" else "follows_reasoning": True}
+    grammar: Grammar | None = asked.generation.sampling.grammar
+    return grammar
+
+
+def city(strict: bool | None) -> dict[str, Any]:
+    return {"type": "function", "function": {**CITY.fields["function"], "strict": strict}}
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+def test_a_reasoning_s_calls_are_held_or_barred(
+    service: Service, choice: str, strict: bool | None
+) -> None:
+    """Calls are constrained from the first mark on. A required call is barred from the reasoning
+    before it.
+    """
+    named = {"type": "function", "function": {"name": "city"}}
+    grammar = grammar_of(
+        service, {"tools": [city(strict)], "tool_choice": named if choice == "named" else choice}
     )
+    way = {"is_opened" if choice == "auto" else "follows_reasoning": True}
+    wanted = held(V31, Choosing((CITY,)), **way)
+    assert grammar == msgspec.structs.replace(wanted, is_lenient=not strict)
     marks = {VOCABULARY.control_ids[mark] for mark in (V31.calls_begin, V31.call_begin)}
-    (row,) = allowed(Follower(asked.generation.sampling.grammar, [*b"hm"]))
+    (row,) = allowed(Follower(grammar, [*b"hm"]))
     assert row is None if choice == "auto" else row is not None and not row & {*marks, END}
+
+
+@pytest.mark.promise(
+    "refused together with a strict tool or a required call; otherwise calls are then free"
+)
+@pytest.mark.parametrize(
+    "option", [{"ignore_eos": True}, {"min_tokens": 3}, {"stop_token_ids": [65]}]
+)
+def test_options_that_a_grammar_cannot_follow_leave_calls_free(
+    service: Service, option: dict[str, Any]
+) -> None:
+    assert grammar_of(service, {"tools": [city(False)], **option}) is None
+    budget = grammar_of(service, {"tools": [city(False)], "thinking_budget": 5, **option})
+    assert budget is not None
+    assert (budget.text, budget.budget) == ("", 5)
+    for more in ({"tools": [city(True)]}, {"tools": [city(False)], "tool_choice": "required"}):
+        with pytest.raises(RequestError, match="strict or required"):
+            grammar_of(service, {**more, **option})
+
+
+def test_a_model_without_an_end_writes_calls_freely(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert grammar_of(service, {"tools": [city(False)], "tool_choice": "none"}) is None
+    monkeypatch.setattr(service, "model", replace(service.model, eos_ids=()))
+    assert grammar_of(service, {"tools": [city(False)]}) is None
+    with pytest.raises(RequestError, match="no token that ends a text"):
+        grammar_of(service, {"tools": [city(True)]})
 
 
 # ---- checks before the request is served ----
@@ -323,9 +370,7 @@ def test_what_can_be_followed_passes(formats: Formats, format: ToolFormat) -> No
         assert text == held(format, choosing, is_opened=is_opened).text
 
 
-@pytest.mark.promise(
-    "A schema that cannot be followed is a 400 that names the tool and the keyword"
-)
+@pytest.mark.promise("With strict, a schema that cannot be followed is a 400 that names the tool")
 def test_what_cannot_be_followed_is_said_of_the_tool(formats: Formats) -> None:
     bad = tool("bad", closed(a={"not": {}}))
     for format in (V3, V31, KIMI):
@@ -349,3 +394,162 @@ def test_many_tools_are_looked_at_in_time(formats: Formats) -> None:
     formats.calls_text(Calls(KIMI, Choosing(tools, True)), VOCABULARY.control_ids)
     found = read(VOCABULARY, V31, VOCABULARY.encode_controlled(written(V31, ("f1", "{}"))))
     assert found.calls == [["f1", "{}"]]
+
+
+# ---- tools that are not strict ----
+
+NOT = closed(a={"not": {"type": "null"}})
+LOOKING_AHEAD = closed(a={"type": "string", "pattern": "^(?!x)"})
+
+
+@pytest.mark.promise(
+    "its arguments may be any JSON object, and the log names the tool and the keyword once"
+)
+@pytest.mark.parametrize(
+    ("parameters", "why"),
+    [
+        (NOT, "'not' is not supported"),
+        (LOOKING_AHEAD, "'pattern' is not supported"),
+        (closed(a={"type": "string", "format": "odd"}), "'format' 'odd' is not supported"),
+        (closed(a={"const": 2**60}), "'const' contains a whole number beyond 2^53"),
+        (closed(a={"$ref": "#/$defs/none"}), "'/$defs/none' does not exist"),
+        ({"$ref": "#"}, "no text can satisfy the schema"),
+        ({"type": "array"}, "its 'type' is not 'object'"),
+        ({"x-guidance": {}}, "'x-guidance' is reserved"),
+        (closed(**{"a" * 70_000: {}, "b" * 70_000: {}}), "the schemas have more than 131072 bytes"),
+        (closed(a=intersections(8)), "too large"),
+    ],
+    ids=[*("not", "pattern", "format", "const", "ref", "circle", "type", "own", "size", "time")],
+)
+def test_what_cannot_be_followed_is_any_object(parameters: dict[str, Any], why: str) -> None:
+    """Other tools of the request are still held to their schemas."""
+    logged: list[tuple[str, str, str]] = []
+    with closing(Formats(lambda *said: logged.append(said))) as formats:
+        odd = tool("odd", parameters, None)
+        for choosing in (Choosing((odd, CITY)), Choosing((odd, CITY), True)):
+            text = formats.calls_text(Calls(V31, choosing), VOCABULARY.control_ids)
+            free = Choosing((tool("odd", None, None), CITY), choosing.is_forced)
+            assert text == held(V31, free).text
+        formats.calls_text(Calls(V31, Choosing((odd, CITY), True, "city")), VOCABULARY.control_ids)
+    assert len(logged) == 2, "nothing is logged of a tool that cannot be called"
+    assert logged[0] == logged[1]
+    event, *of = logged[0]
+    assert why in event
+    assert of == ["tool", "odd"]
+
+
+def test_a_schema_that_cannot_be_followed_is_logged_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fields, "_logged", set())
+    function = {"name": "mine", "parameters": NOT}
+    for choice in ("auto", "required"):
+        tools = [{"type": "function", "function": function}]
+        assert grammar_of(service, {"tools": tools, "tool_choice": choice}) is not None
+    (record,) = caplog.records
+    assert "'not' is not supported: tool='mine'" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "followed"),
+    [
+        (None, {"type": "object"}),
+        ({}, {"type": "object"}),
+        ({"properties": {"a": {}}}, {"properties": {"a": {}}, "type": "object"}),
+        ({"type": ["object", "null"]}, {"type": "object"}),
+        (
+            {"type": "object", "title": "T", "description": "d", "properties": {"title": {}}},
+            {"type": "object", "properties": {"title": {}}},
+        ),
+        (
+            {"properties": {"a": {"const": {"title": "x"}, "$comment": "c"}}},
+            {"properties": {"a": {"const": {"title": "x"}}}, "type": "object"},
+        ),
+        (
+            {"properties": {"propertyNames": {"type": "string"}, "uniqueItems": False}},
+            {
+                "properties": {"propertyNames": {"type": "string"}, "uniqueItems": False},
+                "type": "object",
+            },
+        ),
+        (
+            {"propertyNames": {"type": "string"}, "additionalProperties": {"uniqueItems": False}},
+            {"additionalProperties": {}, "type": "object"},
+        ),
+        (
+            {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "description": "d"}}},
+            {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object"}}, "type": "object"},
+        ),
+    ],
+)
+def test_what_a_schema_says_for_readers_is_left_out(
+    formats: Formats, parameters: dict[str, Any] | None, followed: dict[str, Any]
+) -> None:
+    read_one = tool("f", parameters, None)
+    assert read_one.arguments == followed
+    assert not read_one.complaint
+    text = formats.calls_text(Calls(V31, Choosing((read_one,), True)), VOCABULARY.control_ids)
+    assert json.dumps(followed)[:-1] in text
+    assert read_one.fields["function"]["parameters"] == parameters, "the template shows all of it"
+
+
+@pytest.mark.promise("other tools beyond that limit may be called with any JSON object")
+def test_the_limit_of_all_schemas() -> None:
+    """Strict tools count first; then tools count in their order, as far as they fit."""
+    sizes = [50_000, 50_000, 50_000, 20_000]
+    stricts = [False, False, True, False]
+    functions = [
+        {"name": f"f{at}", "parameters": closed(**{"a" * (size // 2): {}}), "strict": strict}
+        for at, (size, strict) in enumerate(zip(sizes, stricts, strict=True))
+    ]
+    tools = read_tools([{"type": "function", "function": each} for each in functions])
+    assert [each.schema is not None for each in tools] == [True, False, True, True]
+    assert "131072 bytes" in tools[1].complaint
+
+
+def test_schemas_that_cannot_be_combined_are_followed_only_where_strict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[tuple[str, str, str]] = []
+    with closing(Formats(lambda *said: logged.append(said))) as formats:
+        plain = formats._check
+
+        def check(text: str, prefix: str = "") -> Checked:
+            too_many = text.count("additionalProperties") > 1
+            return Checked("too many", 0.1) if too_many else plain(text, prefix)
+
+        monkeypatch.setattr(formats, "_check", check)
+        for strict in (True, False):
+            tools = (CITY, tool("b", closed(a={}), False))
+            if not strict:
+                tools = (tool("city", CITY.arguments, False), tools[1])
+            text = formats.calls_text(Calls(V31, Choosing(tools, True)), VOCABULARY.control_ids)
+            free = tuple(each if each.is_strict else tool(each.name, None, False) for each in tools)
+            assert text == held(V31, Choosing(free, True)).text
+        assert [name for _, _, name in logged] == ["b", "city", "b"]
+        both = Choosing((CITY, tool("b", closed(a={}))), True)
+        with pytest.raises(RequestError, match="cannot be combined: too many"):
+            formats.calls_text(Calls(V31, both), VOCABULARY.control_ids)
+
+
+def test_the_processor_time_of_all_checks_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strict tools are checked first. What was checked costs nothing again."""
+    logged: list[tuple[str, str, str]] = []
+    asked: list[str] = []
+
+    def check(process: ConfinedProcess, grammar: str, prefix: str = "") -> Checked:
+        asked.append(grammar)
+        return Checked("", 0.9)
+
+    monkeypatch.setattr(ConfinedProcess, "check", check)
+    tools = tuple(tool(f"f{at}", closed(**{f"a{at}": {}}), at == 4) for at in range(5))
+    with closing(Formats(lambda *said: logged.append(said))) as formats:
+        for num_checked in (4, 2, 0):  # Three tools and their combination, then the other two.
+            asked.clear()
+            text = formats.calls_text(Calls(V31, Choosing(tools)), VOCABULARY.control_ids)
+            assert len(asked) == num_checked + (num_checked == 2)
+    assert text == held(V31, Choosing(tools)).text
+    assert {(name, "more than 2 s" in event) for event, _, name in logged} == {
+        ("f2", True),
+        ("f3", True),
+    }

@@ -18,7 +18,7 @@ from hadal.gateway.desk.salts import EVERYONE
 from hadal.gateway.desk.service import COUNTED_CONTEXTS, ServedModel
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.lengths import FAR, PIECE_CHARS, USUAL_CHARS, encode_within
-from hadal.gateway.text.template import ConfinedProcess
+from hadal.gateway.text.template import Checked, ConfinedProcess
 from hadal.gateway.text.vocabulary import Vocabulary
 from tests.waiting import DEADLINE_S, wait_for
 
@@ -147,9 +147,10 @@ async def test_a_look_at_a_schema_holds_up_no_prompt(
 ) -> None:
     go, begun = threading.Event(), threading.Event()
 
-    def check(formats: Formats, texts: tuple[str, ...], prefix: str = "") -> None:
+    def check(formats: Formats, text: str, prefix: str = "") -> Checked:
         begun.set()
         assert go.wait(DEADLINE_S)
+        return Checked("", 0.0)
 
     monkeypatch.setattr(Formats, "_check", check)
     with tool_model() as model:

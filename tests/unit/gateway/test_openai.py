@@ -168,7 +168,7 @@ def completion(**fields: Any) -> Any:
         ({"tools": [strict({"x-guidance": {}})]}, "tools[0].function.parameters"),
         ({"tools": [strict({"items": nested(70)})]}, "tools[0]"),
         (
-            {"tools": [strict({**OBJECT, "title": "a" * 60_000}, f"f{i}") for i in range(3)]},
+            {"tools": [strict({**OBJECT, "enum": ["a" * 60_000]}, f"f{i}") for i in range(3)]},
             "tools",
         ),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),

@@ -1,7 +1,7 @@
-"""Reasoning of earlier turns: read from bodies, and shown where a model's template shows it.
+"""Reasoning of earlier turns: read from bodies, and shown if the chat template reads it.
 
-The templates are written here, in the forms of the models' own templates: they keep the rule by
-which each decides whose reasoning is shown, and little else.
+The templates are written here, in the forms of the models' own templates: they keep each template's
+rule for the turns with a shown reasoning, and little else.
 """
 
 from __future__ import annotations

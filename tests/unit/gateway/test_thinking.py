@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hadal.core.errors import RequestError
 from hadal.core.plans import Grammar
 from hadal.gateway.api.messages.request import parse_messages
 from hadal.gateway.api.openai.request import parse_chat
@@ -56,6 +57,12 @@ BUDGETS: list[dict[str, Any]] = [
 ]
 
 
+EFFORTS = {
+    **dict.fromkeys(("minimal", "low"), "low"),
+    **dict.fromkeys(("medium", "high", "xhigh"), "high"),
+    **dict.fromkeys(("max", "ultra"), "max"),
+}
+"""Effort that a client sends -> effort that the template gets."""
 PATH_TO_PARSE: dict[str, Callable[[bytes], ChatAsk]] = {
     "/v1/chat/completions": parse_chat,
     "/v1/messages": parse_messages,
@@ -77,6 +84,26 @@ def test_every_switch_is_taken_in_every_format(path: str) -> None:
     for fields in BUDGETS:
         assert parsed(path, fields).budget == 5, fields
     assert parsed(path, {"thinking_budget": -1}).budget is None
+
+
+@pytest.mark.promise(
+    "Efforts are mapped as in DeepSeek's service: minimal and low to low; medium, high and xhigh "
+    "to high; max and ultra to max."
+)
+@pytest.mark.parametrize("path", PATH_TO_BODY)
+def test_every_effort_reaches_the_template_in_every_format(path: str) -> None:
+    for effort, value in EFFORTS.items():
+        for fields in (
+            {"reasoning_effort": effort},
+            {"reasoning": {"effort": effort}},
+            {"output_config": {"effort": effort}},
+        ):
+            if "output_config" in fields and path != "/v1/messages":
+                continue
+            kwargs = parsed(path, fields).rendering.template_kwargs
+            assert kwargs["reasoning_effort"] == value, fields
+    with pytest.raises(RequestError, match="'ultra'"):
+        parsed(path, {"reasoning_effort": "most"})
 
 
 @pytest.mark.parametrize("path", PATH_TO_BODY)

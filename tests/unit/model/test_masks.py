@@ -108,3 +108,15 @@ def test_a_text_that_cannot_be_followed_fails_with_a_reason_and_alone() -> None:
 def test_a_sampler_without_grammars_takes_none() -> None:
     with pytest.raises(ValueError, match="has no grammars"):
         Sampler(1, V).join(0, Sampling(grammar=LISTS), 0)
+
+
+def test_there_are_no_masks_before_a_constrained_stretch() -> None:
+    """Slots with tools draw freely until a call begins: then nothing is masked or copied."""
+    sampler, rows = sampler_of(2), (np.array([0, 1]), np.array([1, 2]), np.array([0, 0, 65]))
+    for slot in range(2):
+        sampler.join(slot, Sampling(grammar=Grammar(LISTS.text, (END,), opens=(256,))), 0)
+    assert sampler.wait(*rows) is None
+    drafted = np.array([0, 0, 256])
+    masks = sampler.wait(*rows[:2], drafted)
+    assert masks is not None
+    assert masks.of_R.tolist() == [-1, -1, 2]

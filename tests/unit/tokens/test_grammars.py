@@ -7,13 +7,23 @@ import random
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 
 from hadal.core.plans import Grammar
 from hadal.runtime.resolve import model_folder
 from hadal.tokens import grammars as grammars_module
-from hadal.tokens.grammars import Follower, Grammars, TextRows, complaint, grammar_text
+from hadal.tokens.grammars import (
+    CallList,
+    CallRule,
+    Follower,
+    Grammars,
+    TextRows,
+    calls_text,
+    complaint,
+    grammar_text,
+)
 from hadal.tokens.table import read_token_table
 from tests.fresh import fresh
 from tests.levels import FULL
@@ -175,6 +185,48 @@ def test_a_limit_behind_a_draft_is_no_limit_of_the_text(monkeypatch: pytest.Monk
         assert drafted.error is None
         drafted.advance([number])
         assert allowed(free, drafted) == allowed(free, Follower(grammar(schema), [number]))
+
+
+@pytest.mark.promise("a call that the schema's automata cannot follow any further goes on freely")
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_a_lenient_grammar_gives_up_at_a_limit(
+    monkeypatch: pytest.MonkeyPatch, is_opened: bool
+) -> None:
+    """The text is free from one place on, the same with drafts and in new automata. The next call is
+    constrained again. Without leniency, no token is allowed there.
+    """
+    monkeypatch.setitem(grammars_module._LIMITS, "max_lexer_states", 400)
+    opens, closes = sorted(TABLE.control_ids.values())[2:4]
+    long = {"type": "string", "maxLength": 5000}
+    arguments = {"type": "object", "properties": {"x": long}, "additionalProperties": False}
+    calls = CallList(opens, closes, "", (CallRule(("f",), arguments, ()),), is_single=False)
+    own = {"opens": (opens,), "closes": closes} if is_opened else {}
+    lenient = Grammar(calls_text(calls, is_opened=is_opened), (END,), is_lenient=True, **own)
+    tokens = [opens, *ids('f{"x":"' + "ab" * 300 + '"}'), closes]
+    grammars, follower, at = Grammars(lambda: TABLE, VOCAB_SIZE), Follower(lenient, []), 0
+    free: list[bool] = []
+    while at < len(tokens):
+        rows = allowed(grammars, follower, tokens[at : at + 3])
+        changes = len({row is None for row in rows}) > 1
+        for number, row in enumerate(rows if changes or at % 60 == 0 else ()):
+            anew = Follower(lenient, tokens[: at + number])
+            assert [row] == allowed(Grammars(lambda: TABLE, VOCAB_SIZE), anew)
+        assert all(
+            row is None or token in row for row, token in zip(rows, tokens[at:], strict=False)
+        )
+        free.append(rows[0] is None)
+        follower.advance([tokens[at]])
+        at += 1
+    begin = free.index(True, 1)
+    assert 100 < begin < 600
+    assert free == [is_opened, *[False] * (begin - 1), *[True] * (len(free) - begin)]
+    assert allowed(grammars, follower) == [None]
+    follower.advance([opens])
+    assert allowed(grammars, follower) == ([set(ids("f"))] if is_opened else [None])
+
+    strict = Follower(msgspec.structs.replace(lenient, is_lenient=False), tokens[:begin])
+    assert allowed(grammars, strict) == [set()]
+    assert strict.error is not None
 
 
 def test_a_limit_behind_the_first_byte_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:

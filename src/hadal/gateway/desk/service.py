@@ -26,7 +26,7 @@ from hadal.core.plans import Grammar
 from hadal.gateway.api.base import MAX_TOP_K, check_ids
 from hadal.gateway.api.decoding import decode
 from hadal.gateway.api.field_table import TOKENIZE
-from hadal.gateway.api.fields import check_fields
+from hadal.gateway.api.fields import check_fields, log_once
 from hadal.gateway.api.openai.request import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -224,7 +224,7 @@ class Service:
         self.model = model
         self.limits = limits
         self._names = names
-        self._formats = Formats()
+        self._formats = Formats(log_once)
         self._random_bytes = random_bytes
         # Few threads: prompts wait for each other and leave CPU cores to the ranks.
         self._lanes = Lanes()
@@ -555,7 +555,7 @@ class Service:
         self, ask: CommonFields, prompt: Prompt, calls: Calls | None, budget: int | None
     ) -> Grammar | None:
         """Return the grammar that constrains the answer or ends its reasoning; None: neither."""
-        is_held = calls is not None and calls.choosing.is_held
+        is_held = calls is not None and (calls.choosing.is_demanded or self._may_hold(ask))
         control_ids = self.model.vocabulary.control_ids
         opens, closes = control_ids.get(THINK_OPEN, -1), control_ids.get(THINK_CLOSE, -1)
         may_think = prompt.may_think and opens >= 0 and closes >= 0
@@ -600,13 +600,21 @@ class Service:
             prefix=prompt.prefix if format is not None else "",
         )
         begins = control_ids[calls.format.calls_begin], control_ids[calls.format.call_begin]
+        is_lenient = format is None and not any(tool.is_strict for tool in calls.choosing.callable)
         if is_opened:
             end = control_ids[calls.format.calls_end]
-            return replace(grammar, text=text, opens=begins, closes=end)
+            return replace(grammar, text=text, opens=begins, closes=end, is_lenient=is_lenient)
         # The reply's parser recognises a call by its marks, in reasoning too (gateway/text/stream).
         # So the marks are barred in reasoning.
         prefix = prompt.prefix_ids if format is not None else ()
-        return replace(grammar, text=text, prefix=prefix, barred=begins)
+        return replace(grammar, text=text, prefix=prefix, barred=begins, is_lenient=is_lenient)
+
+    def _may_hold(self, ask: CommonFields) -> bool:
+        """Return True if a grammar may constrain calls that the client leaves to the model. With an
+        option that ends or extends a reply elsewhere, they stay free.
+        """
+        has_such = ask.ignore_eos or ask.min_tokens or ask.stop_token_ids
+        return bool(self.model.eos_ids) and not has_such
 
     def _generation(
         self,

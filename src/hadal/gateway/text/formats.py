@@ -1,37 +1,49 @@
 """Turn the required format of an answer (response_format, tools) into a grammar for the ranks.
 
-Unsupported schemas are refused here, before anything is computed. Checking a malicious schema may
-be expensive, so a separate process does it within limits.
+Unsupported schemas are refused here, before anything is computed; those of tools that are not
+strict are left out instead. Checking a malicious schema may be expensive, so a separate process
+does it within limits.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from hadal.core.errors import RequestError
 from hadal.gateway.text.asks import AnswerFormat
 from hadal.gateway.text.stream import Calls
-from hadal.gateway.text.template import ConfinedProcess
-from hadal.gateway.text.tools import Tool
+from hadal.gateway.text.template import Checked, ConfinedProcess
+from hadal.gateway.text.tools import Choosing, Tool
 from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
 
 CPU_S = 0.25
-"""Maximum processor time for checking a grammar, or _TOGETHER tools' schemas. A rank takes as long
-to build a grammar, and its step waits. Of 608 third-party schemas, the slowest took 0.05 s.
+"""Maximum processor time for checking a grammar. A rank takes as long to build a grammar, and its
+step waits. Of 608 third-party schemas, the slowest took 0.05 s.
 """
-_TOGETHER = 16
-"""Number of tool schemas checked together within CPU_S."""
-_KEPT = 256
-"""Number of valid grammars that are remembered."""
+TOOLS_CPU_S = 2.0
+"""Maximum processor time for checking the schemas of one request's tools. 128 tools with 100 KiB
+took 0.4 s.
+"""
+_KEPT = 4096
+"""Number of grammars with a remembered result."""
+_MAX_WHY_CHARS = 160
+
+LogOnce = Callable[[str, str, str], None]
+"""Logs (event, name, value), once for each event and value."""
 
 
 class Formats:
     """Checked grammars. Used by one thread at a time, that of the grammars lane."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_once: LogOnce) -> None:
+        """`log_once` logs schemas of tools that are not followed."""
+        self._log_once = log_once
         self._process: ConfinedProcess | None = None
-        self._good: OrderedDict[tuple[str, ...], None] = OrderedDict()
+        self._checked: OrderedDict[bytes, str] = OrderedDict()
+        """Digest of a grammar and a prefix -> reason why it is not supported; "": it is."""
 
     def text(self, wanted: AnswerFormat, *, follows_reasoning: bool, prefix: str = "") -> str:
         """Return the text of the format's grammar. `prefix`: the beginning of the answer. Raises
@@ -58,63 +70,91 @@ class Formats:
         prefix: str = "",
     ) -> str:
         """Return the grammar's text for a reply of tool calls, or of the format `wanted` instead.
-        `is_opened`: for calls within a free reply. Raises as `text` does; errors in a tool's
+        `is_opened`: for calls within a free reply. Raises as `text` does; errors in a strict tool's
         parameters name the tool.
         """
         content = None
         if wanted is not None:
             content = ANY_JSON_OBJECT if wanted.schema is None else wanted.schema
             self._check_content(grammar_text(content, follows_reasoning=False), wanted, prefix)
-        choosing, format = calls.choosing, calls.format
-        strict = [tool for tool in choosing.callable if tool.is_strict]
-        for first in range(0, len(strict), _TOGETHER):
-            group = strict[first : first + _TOGETHER]
-            self._check_tools(group)
-        looked_at, followed = (
-            calls_text(
-                format.call_list(choosing, ids),
-                content=content,
-                follows_reasoning=follows_reasoning,
-                is_opened=is_opened,
-            )
-            for ids in (dict(zip(format.marks, MARK_IDS, strict=False)), mark_to_id)
-        )
-        if (found := self._check((looked_at,))) is not None:
-            raise RequestError(
-                f"tools: the schemas of these tools cannot be combined: {found[1]}.", "tools"
-            )
-        return followed
 
-    def _check_tools(self, tools: Sequence[Tool]) -> None:
-        texts = tuple(grammar_text(tool.arguments, follows_reasoning=False) for tool in tools)
-        if (found := self._check(texts)) is None:
-            return
-        at, why = found
-        if at < 0:
-            names = ", ".join(repr(tool.name) for tool in tools)
-            raise RequestError(f"Invalid schemas for tools {names}: {why}.", "tools")
-        raise RequestError(
-            f"Invalid schema for tool {tools[at].name!r}: {why}.", tools[at].schema_field
-        )
+        def combined(choosing: Choosing) -> tuple[str, str]:
+            """Return the grammar's text, and why it is not supported."""
+            checked, followed = (
+                calls_text(
+                    calls.format.call_list(choosing, ids),
+                    content=content,
+                    follows_reasoning=follows_reasoning,
+                    is_opened=is_opened,
+                )
+                for ids in (dict(zip(calls.format.marks, MARK_IDS, strict=False)), mark_to_id)
+            )
+            return followed, self._check(checked).why
+
+        choosing = self._followed(calls.choosing)
+        text, why = combined(choosing)
+        if why and any(tool.schema is not None and not tool.is_strict for tool in choosing.tools):
+            text, why = combined(self._strict_only(choosing, why))
+        if why:
+            raise RequestError(
+                f"tools: the schemas of these tools cannot be combined: {why}.", "tools"
+            )
+        return text
+
+    def _followed(self, choosing: Choosing) -> Choosing:
+        """Return the tools without the schemas that cannot be followed, and log these. Raises
+        RequestError for the schema of a strict tool.
+        """
+        left_s, name_to_tool = TOOLS_CPU_S, {tool.name: tool for tool in choosing.tools}
+        for tool in sorted(choosing.callable, key=lambda tool: not tool.is_strict):
+            why = tool.complaint
+            if tool.schema is not None and left_s > 0:
+                why, cpu_s = self._check(grammar_text(tool.schema, follows_reasoning=False))
+                left_s -= cpu_s
+            elif tool.schema is not None:
+                why = f"checking all schemas takes more than {TOOLS_CPU_S:g} s of processor time"
+            if why and tool.is_strict:
+                raise RequestError(
+                    f"Invalid schema for tool {tool.name!r}: {why}.", tool.schema_field
+                )
+            if why:
+                name_to_tool[tool.name] = self._any_object(tool, why)
+        return replace(choosing, tools=tuple(name_to_tool.values()))
+
+    def _strict_only(self, choosing: Choosing, why: str) -> Choosing:
+        """Return the tools with the schemas of strict ones only."""
+        tools = [tool if tool.is_strict else self._any_object(tool, why) for tool in choosing.tools]
+        return replace(choosing, tools=tuple(tools))
+
+    def _any_object(self, tool: Tool, why: str) -> Tool:
+        """Return a tool with any JSON object as arguments, and log this."""
+        if tool.schema is not None or tool.complaint:
+            said = " ".join(why.split())[:_MAX_WHY_CHARS]
+            self._log_once(
+                f"a tool's calls may have any JSON object, since {said}", "tool", tool.name
+            )
+        return replace(tool, schema=None)
 
     def _check_content(self, text: str, wanted: AnswerFormat, prefix: str) -> None:
-        if (found := self._check((text,), prefix)) is not None:
+        if why := self._check(text, prefix).why:
             raise RequestError(
-                f"Invalid schema for {wanted.field} {wanted.name!r}: {found[1]}.", wanted.field
+                f"Invalid schema for {wanted.field} {wanted.name!r}: {why}.", wanted.field
             )
 
-    def _check(self, texts: tuple[str, ...], prefix: str = "") -> tuple[int, str] | None:
-        key = (*texts, prefix)
-        if key not in self._good:
-            if self._process is None:
-                self._process = ConfinedProcess("", "formats", cpu_s=CPU_S)
-            if (found := self._process.check(texts, prefix)) is not None:
-                return found
-        self._good[key] = None
-        self._good.move_to_end(key)
-        if len(self._good) > _KEPT:
-            self._good.popitem(last=False)
-        return None
+    def _check(self, text: str, prefix: str = "") -> Checked:
+        key = hashlib.sha256(
+            f"{len(prefix)} {prefix}{text}".encode("utf-8", "surrogatepass")
+        ).digest()
+        if (why := self._checked.get(key)) is not None:
+            self._checked.move_to_end(key)
+            return Checked(why, 0.0)
+        if self._process is None:
+            self._process = ConfinedProcess("", "formats", cpu_s=CPU_S)
+        found = self._process.check(text, prefix)
+        self._checked[key] = found.why
+        if len(self._checked) > _KEPT:
+            self._checked.popitem(last=False)
+        return found
 
     def close(self) -> None:
         """End the process."""

@@ -21,7 +21,8 @@ MAX_REFERRED = 1000
 """Maximum schemas that one schema's references may lead to, each counted once per dynamic scope."""
 _NAMES = ("$id", "$anchor", "$dynamicAnchor")
 _OTHER_FORMS = (*_NAMES, "$dynamicRef")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords that map names to schemas."""
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = (
     "items",
@@ -153,7 +154,7 @@ def _step(found: Any, name: str, pointer: str) -> Any:
 def _subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
     """Yield each direct subschema with the keyword that holds it."""
     for keyword, value in schema.items():
-        if keyword in _MAPS and isinstance(value, dict):
+        if keyword in MAPS and isinstance(value, dict):
             yield from ((keyword, inner) for inner in value.values())
         elif keyword in _LISTS and isinstance(value, list):
             yield from ((keyword, inner) for inner in value)
@@ -197,7 +198,7 @@ class _SchemaWriter:
                 continue
             if keyword in ("$ref", "$dynamicRef") and isinstance(value, str):
                 references.append(self._reference(keyword, value, base, scope))
-            elif keyword in _MAPS and isinstance(value, dict):
+            elif keyword in MAPS and isinstance(value, dict):
                 out[keyword] = {name: inner(each) for name, each in value.items()}
             elif keyword in _LISTS and isinstance(value, list):
                 out[keyword] = [inner(each) for each in value]

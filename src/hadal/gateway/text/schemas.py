@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hadal.core.errors import RequestError
-from hadal.gateway.text.references import resolved
+from hadal.gateway.text.references import MAPS, resolved
 
 MAX_SCHEMA_BYTES = 1 << 16
 MAX_SCHEMA_DEPTH = 64
@@ -25,6 +25,15 @@ _NUMBERS = (
     "multipleOf",
 )
 """Keywords with numbers that constrain an answer."""
+_NOTES = ("title", "description", "$comment")
+"""Keywords with texts for readers, which constrain nothing."""
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords with values, in which no name is a keyword."""
+_IDLE: tuple[tuple[str, Any], ...] = (
+    ("uniqueItems", False),
+    ("propertyNames", {"type": "string"}),
+)
+"""Keywords that constrain nothing with these values; zod and others write them."""
 
 
 def check_schema(schema: dict[str, Any], of: str, param: str) -> dict[str, Any]:
@@ -39,6 +48,28 @@ def check_schema(schema: dict[str, Any], of: str, param: str) -> dict[str, Any]:
     if (said := _complaint(followed)) is not None:
         raise RequestError(f"Invalid schema for {of}: {said}.", param)
     return followed
+
+
+def plain(schema: Any, *, is_map: bool = False) -> Any:
+    """Return a schema without notes and keywords that constrain nothing; mostly it is far shorter.
+    `is_map`: it maps names to schemas instead.
+    """
+    if isinstance(schema, list):
+        return [plain(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value
+        if name in _VALUES and not is_map
+        else plain(value, is_map=name in MAPS and not is_map)
+        for name, value in schema.items()
+        if is_map or not _is_idle(name, value)
+    }
+
+
+def _is_idle(keyword: str, value: Any) -> bool:
+    """Return True if a keyword with this value constrains nothing."""
+    return (isinstance(value, str) and keyword in _NOTES) or (keyword, value) in _IDLE
 
 
 def is_deeper(value: Any, depth: int) -> bool:
@@ -96,6 +127,12 @@ def _is_rounded(value: Any) -> bool:
     return isinstance(value, int) and abs(value) > MAX_EXACT
 
 
+def _references_in(value: Any) -> Iterator[str]:
+    for part in _all(value):
+        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
+            yield part["$ref"]
+
+
 class _Finite:
     """Finder of the parts of a schema that some finite text satisfies, considering self-references
     only. Computes a least fixed point, starting with no reference satisfiable.
@@ -103,14 +140,30 @@ class _Finite:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        parts = [part for part in _all(root) if isinstance(part, dict)]
-        self._has_end = {part["$ref"]: False for part in parts if isinstance(part.get("$ref"), str)}
+        self._has_end = dict.fromkeys(self._references(), False)
         is_changing = True
         while is_changing:
             is_changing = False
             for ref, has_end in self._has_end.items():
                 if not has_end and self.of(self._resolved(ref)):
                     self._has_end[ref] = is_changing = True
+
+    def _references(self) -> list[str]:
+        """Return all references, each after the references in its target. In this order one pass
+        suffices, unless references form circles.
+        """
+        ordered: dict[str, None] = {}
+        seen: set[str] = set()
+        waiting = [(ref, False) for ref in _references_in(self._root)]
+        while waiting:
+            ref, is_done = waiting.pop()
+            if is_done:
+                ordered[ref] = None
+            elif ref not in seen:
+                seen.add(ref)
+                waiting.append((ref, True))
+                waiting += [(each, False) for each in _references_in(self._resolved(ref))]
+        return list(ordered)
 
     def of(self, part: Any) -> bool:
         """Return True if a finite text satisfies this part."""

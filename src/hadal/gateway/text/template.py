@@ -23,9 +23,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import msgspec
@@ -46,6 +47,8 @@ PATIENCE_S = 3.0
 """Time to wait for an answer before asking another process: this one may have been stopped."""
 DEADLINE_S = 30.0
 """Time to wait for the second process: on a busy host it may get little processor time."""
+_RESTART_S = 0.75
+"""Processor time that a new process takes, for its imports."""
 _START_S = 60.0
 """Time to wait for the first answer, which includes the process's imports."""
 _ENDING_S = 1.0
@@ -58,6 +61,15 @@ from hadal.gateway.text.template import main
 main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 """
 """Program of the process, run with -I: PYTHON variables could load modules, which cost memory."""
+
+
+class Checked(NamedTuple):
+    """Result of the check of a grammar."""
+
+    why: str
+    """Reason why the grammar is not supported; "": it is."""
+    cpu_s: float
+    """Processor time of the check, with that of a new process if this one was ended."""
 
 
 class ConfinedProcess:
@@ -109,15 +121,13 @@ class ConfinedProcess:
                 f"The chat template cannot render these messages: {error}.", "messages"
             ) from None
 
-    def check(self, grammars: Sequence[str], prefix: str = "") -> tuple[int, str] | None:
-        """Return (index, reason) of the first unsupported grammar (tokens/grammars), or None.
-        Index -1: the check itself failed or exceeded a limit. Raises ApiError as `render` does.
-        """
+    def check(self, grammar: str, prefix: str = "") -> Checked:
+        """Check a grammar (tokens/grammars). Raises ApiError as `render` does."""
         try:
-            at, _, why = self._answer(["check", grammars, prefix]).partition(":")
-        except _RefusedError as error:
-            return -1, str(error)
-        return (int(at), why) if why else None
+            cpu_s, _, why = self._answer(["check", grammar, prefix]).partition(":")
+        except _RefusedError as error:  # The check itself failed or exceeded a limit.
+            return Checked(str(error), float(self._limits[0]) + _RESTART_S)
+        return Checked(why, float(cpu_s))
 
     def _answer(self, call: list[Any]) -> str:
         what = "the process that checks formats" if call[0] == "check" else _OF_TEMPLATE
@@ -262,7 +272,9 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
                 if call[0] == "parse":
                     template, reply = parsed(call[1]), {"ok": ""}
                 elif call[0] == "check":
-                    reply = {"ok": _complaint(*call[1:])}
+                    begun_s = time.process_time()
+                    why = complaint(*call[1:]) or ""
+                    reply = {"ok": f"{time.process_time() - begun_s:.6f}:{why}"}
                 else:
                     assert template is not None
                     reply = {"ok": _rendered(template, *call[1:])}
@@ -286,12 +298,6 @@ def _packed(reply: dict[str, str]) -> bytes:
         return msgspec.msgpack.encode(
             {"error": f"it writes half of a surrogate pair (U+{half[:4]})"}
         )
-
-
-def _complaint(grammars: list[str], prefix: str) -> str:
-    """Return "index:reason" for the first invalid grammar; "" if all are valid."""
-    whys = ((at, complaint(text, prefix)) for at, text in enumerate(grammars))
-    return next((f"{at}:{why}" for at, why in whys if why), "")
 
 
 def _rendered(

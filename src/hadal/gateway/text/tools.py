@@ -28,12 +28,12 @@ from enum import Enum, auto
 from typing import Any
 
 from hadal.core.errors import RequestError
-from hadal.gateway.text.schemas import check_schema
+from hadal.gateway.text.schemas import check_schema, plain
 from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, CallRule
 
 MAX_TOOLS = 128
-MAX_STRICT_BYTES = 1 << 17
-"""Maximum number of bytes of the schemas of a request's strict tools."""
+MAX_HELD_BYTES = 1 << 17
+"""Maximum number of bytes of the schemas that a request's calls follow, without descriptions."""
 _FENCED = re.compile(r"\s*([^\s`][^\n`]*?)\s*```(?:json)?[ \t]*(?:\n|(?=[{\[]))")
 """NAME, a line break, a fence. Some models omit the first line break or the second."""
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,3})")
@@ -51,18 +51,20 @@ class Tool:
     name: str
     fields: dict[str, Any]
     is_strict: bool = False
-    """True: a grammar constrains its arguments to its parameters."""
+    """True: a request with a schema that cannot be followed is refused."""
     schema_field: str = field(default="", compare=False)
     """Request field with the tool's parameters."""
     schema: dict[str, Any] | None = field(default=None, compare=False)
-    """Parameters of a strict tool, with all references as plain pointers."""
+    """Parameters that a grammar follows: without notes, with all references as plain pointers."""
+    complaint: str = field(default="", compare=False)
+    """Reason why the parameters are not followed, if there are any."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the schema that a grammar enforces; any JSON object if the tool is not strict."""
-        if not self.is_strict:
-            return ANY_JSON_OBJECT
-        return self.schema or _NO_ARGUMENTS
+        """Return the schema that a grammar enforces; without one to follow, any JSON object."""
+        if self.schema is not None:
+            return self.schema
+        return _NO_ARGUMENTS if self.is_strict else ANY_JSON_OBJECT
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ class Choosing:
     is_parallel: bool = True
 
     @property
-    def is_held(self) -> bool:
-        """Return True if a grammar constrains the calls."""
+    def is_demanded(self) -> bool:
+        """Return True if the client relies on a grammar: it forces a call, or a tool is strict."""
         return self.is_forced or any(tool.is_strict for tool in self.tools)
 
     @property
@@ -238,14 +240,41 @@ def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Too
             raise RequestError(
                 f"tools: two tools have the name {name!r}; names must be unique.", "tools"
             )
-    num_bytes = sum(len(json.dumps(tool.arguments)) for tool in tools if tool.is_strict)
-    if num_bytes > MAX_STRICT_BYTES:
+    num_bytes = sum(_num_bytes(tool) for tool in tools if tool.is_strict)
+    if num_bytes > MAX_HELD_BYTES:
         raise RequestError(
             f"tools: the {words.schema} fields of strict tools have {num_bytes} bytes; at most"
-            f" {MAX_STRICT_BYTES} are allowed.",
+            f" {MAX_HELD_BYTES} are allowed.",
             "tools",
         )
-    return tools
+    followed: list[Tool] = []
+    for tool in tools:
+        if not tool.is_strict:
+            tool = _followed(tool, MAX_HELD_BYTES - num_bytes)
+            num_bytes += _num_bytes(tool)
+        followed.append(tool)
+    return tuple(followed)
+
+
+def _num_bytes(tool: Tool) -> int:
+    return 0 if tool.schema is None else len(json.dumps(tool.schema))
+
+
+def _followed(tool: Tool, most_bytes: int) -> Tool:
+    """Return a tool that is not strict with a schema to follow, or with a complaint about it."""
+    parameters = tool.fields["function"].get("parameters")
+    if not parameters:
+        return tool
+    schema, kinds = plain(parameters), parameters.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return replace(tool, complaint="its 'type' is not 'object'")
+    if len(json.dumps(schema)) > most_bytes:
+        return replace(tool, complaint=f"the schemas have more than {MAX_HELD_BYTES} bytes")
+    try:
+        schema = check_schema({**schema, "type": "object"}, "it", tool.schema_field)
+    except RequestError as error:
+        return replace(tool, complaint=str(error))
+    return replace(tool, schema=schema)
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -276,7 +305,7 @@ def _read_tool(given: Any, where: str, words: ToolWords) -> Tool:
         raise RequestError(f"{wrong} is not a boolean; send true or false.", wrong)
     followed = None
     if is_strict and schema:
-        followed = check_schema(schema, schema_field, schema_field)
+        followed = check_schema(plain(schema), schema_field, schema_field)
         if schema.get("type") != "object":
             raise RequestError(
                 f"{schema_field} of a strict tool needs 'type': 'object'.", schema_field

@@ -168,7 +168,7 @@ def _chat_of(request: ChatRequest, named: NamedBody) -> ChatAsk:
     )
     hides = request.include_reasoning is False
     hides = hides or bool(request.reasoning and request.reasoning.exclude)
-    if choosing.is_held:
+    if choosing.is_demanded:
         check_end(request, "tools that are strict or required")
     return ChatAsk(
         ask=replace(ask, omits_reasoning=hides),
