@@ -66,12 +66,15 @@ TEMPLATES = {
     "GLM-4.7-Flash": (
         "[gMASK]<sop>\n"
         "{%- macro visible(content) -%}{{ content if content is string else '' }}{%- endmacro -%}\n"
+        "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}"
+        "{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}\n"
         "{% for m in messages %}\n"
         "{%- if m.role == 'user' -%}<|user|>{{ visible(m.content) }}\n"
         "{%- elif m.role == 'assistant' -%}<|assistant|>\n"
         "{%- set thought = m.reasoning_content if m.reasoning_content is string else '' %}\n"
         "{%- set content = visible(m.content) %}\n"
-        "{%- if thought -%}{{ '<think>' + thought.strip() + '</think>' }}\n"
+        "{%- if thought and ((clear_thinking is defined and not clear_thinking)"
+        " or loop.index0 > ns.last) -%}{{ '<think>' + thought.strip() + '</think>' }}\n"
         "{%- else -%}{{ '</think>' }}{%- endif -%}\n"
         "{%- if content.strip() -%}{{ content.strip() }}{%- endif -%}\n"
         "{%- elif m.role == 'system' -%}<|system|>{{ visible(m.content) }}\n"
@@ -256,6 +259,27 @@ def test_a_chat_is_as_the_model_learnt_it(
     assert vocabulary.decode(prompt.ids) == text
     assert list(prompt.ids) == vocabulary.encode_controlled(text), "control tokens are tokens"
     assert prompt.thinks == thinks
+
+
+@pytest.mark.promise("For other templates it changes no token of a prompt")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_reasoning_is_shown_where_the_model_learnt_it(
+    chats: dict[str, ChatFormat], vocabulary: Vocabulary, name: str
+) -> None:
+    """Of these templates only GLM-4.7's reads it: by default, after the last message of a user."""
+    system, asked, answer, again = AGAIN
+    shown = Turn("assistant", "4", reasoning="Easy.")
+    for options in ({}, {"clear_thinking": False}):
+        rendering = Rendering(template_kwargs=options)
+        bare, prompt = (
+            chats[name].prompt([system, asked, turn, again], rendering, max_tokens=MAX).ids
+            for turn in (answer, shown)
+        )
+        if name == "GLM-4.7-Flash" and options:
+            assert "<|assistant|><think>Easy.</think>4<|user|>" in vocabulary.decode(prompt)
+        else:
+            assert prompt == bare
+    assert chats[name].reads_reasoning() == (name == "GLM-4.7-Flash")
 
 
 @pytest.mark.promise(
