@@ -117,10 +117,12 @@ class SlotMasks:
         all_rows: list[TextRows] = []
         is_held: list[bool] = []
         for slot, num in zip(slots_B.tolist(), num_B.tolist(), strict=True):
-            follower = self._followers.get(slot)
+            follower, drafts = self._followers.get(slot), fed[first + 1 : first + num]
+            if follower is not None and follower.is_free(drafts):
+                follower = None
             is_held.append(follower is not None)
             if follower is not None:
-                all_rows.append(TextRows(follower, num_masks, fed[first + 1 : first + num]))
+                all_rows.append(TextRows(follower, num_masks, drafts))
                 num_masks += num
             first += num
         if not all_rows:

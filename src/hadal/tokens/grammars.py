@@ -249,6 +249,8 @@ class Follower:
         """Matcher of the current constrained stretch; None outside of one."""
         self._stretch: list[int] = []
         """Tokens of the current constrained stretch that the matcher has consumed."""
+        self._turns = frozenset((*grammar.opens, *grammar.end_ids))
+        """Tokens that change the place of a free text."""
         self._unread = list(tokens)
         self._num_reasoned = 0
         """Number of reasoning tokens so far."""
@@ -261,6 +263,15 @@ class Follower:
     def advance(self, tokens: Sequence[int]) -> None:
         """Append drawn tokens."""
         self._unread.extend(tokens)
+
+    def is_free(self, drafts: Sequence[int]) -> bool:
+        """Return True if the text is free up to its end and after each of the drafts: no row needs a
+        mask. A quick answer for texts with tools, which are mostly free.
+        """
+        if self._at is not Place.FREE or not self._turns.isdisjoint((*self._unread, *drafts)):
+            return False
+        self._unread.clear()
+        return True
 
     def _is_text(self, at: Place) -> bool:
         """Return True if the next token at this place may belong to the constrained text."""

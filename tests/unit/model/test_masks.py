@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from hadal.core.plans import NO_TOKEN, Grammar, Sampling
 from hadal.model.sampler import Sampler
-from hadal.tokens.grammars import Grammars, grammar_text
+from hadal.tokens.grammars import Grammars, TextRows, grammar_text
 from hadal.tokens.table import TokenTable
 
 END, V = 257, 300
@@ -110,13 +113,28 @@ def test_a_sampler_without_grammars_takes_none() -> None:
         Sampler(1, V).join(0, Sampling(grammar=LISTS), 0)
 
 
-def test_there_are_no_masks_before_a_constrained_stretch() -> None:
-    """Slots with tools draw freely until a call begins: then nothing is masked or copied."""
-    sampler, rows = sampler_of(2), (np.array([0, 1]), np.array([1, 2]), np.array([0, 0, 65]))
+def test_there_are_no_masks_before_a_constrained_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots with tools draw freely until a call begins: nothing is computed, masked or copied."""
+    sampler, plain = sampler_of(2), Grammars.allow
+    text = LISTS.text.replace("start: ", "start: <[256]> ")
+    calls = Grammar(text, (END,), opens=(256,))
+    rows, num_asked = (np.array([0, 1]), np.array([1, 2])), list[int]()
+
+    def allow(grammars: Grammars, all_rows: Sequence[TextRows], *given: Any) -> None:
+        num_asked.append(len(all_rows))
+        plain(grammars, all_rows, *given)
+
+    monkeypatch.setattr(Grammars, "allow", allow)
     for slot in range(2):
-        sampler.join(slot, Sampling(grammar=Grammar(LISTS.text, (END,), opens=(256,))), 0)
-    assert sampler.wait(*rows) is None
-    drafted = np.array([0, 0, 256])
-    masks = sampler.wait(*rows[:2], drafted)
+        sampler.join(slot, Sampling(temperature=0, grammar=calls), 0)
+    assert sampler.wait(*rows, np.array([0, 0, 65])) is None
+    assert num_asked == []
+    masks = sampler.wait(*rows, np.array([0, 0, 256]))
     assert masks is not None
-    assert masks.of_R.tolist() == [-1, -1, 2]
+    assert masks.of_R.tolist() == [-1, -1, 1]
+    drawn = sampler.draw(torch.eye(V)[[65, 256, 65]], *rows, np.array([0, 0, 65]))
+    assert drawn.tokens.tolist() == [65, 256]
+    masks = sampler.wait(*rows, np.array([65, 256, 65]))
+    assert masks is not None
+    assert masks.of_R.tolist() == [-1, 0, 1]
+    assert num_asked == [1, 1]
