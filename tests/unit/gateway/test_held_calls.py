@@ -34,7 +34,15 @@ from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.stream import Assembler, Calls, TextReading
 from hadal.gateway.text.template import Checked, ConfinedProcess
-from hadal.gateway.text.tools import FORMATS, Choosing, Tool, ToolFormat, read_tools
+from hadal.gateway.text.tools import (
+    FORMATS,
+    MAX_HELD_BYTES,
+    Choosing,
+    Tool,
+    ToolFormat,
+    followed,
+    read_tools,
+)
 from hadal.roles.front.names import FrontNames
 from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
 from tests.schemas import SCHEMAS, closed
@@ -53,7 +61,7 @@ ENDING = frozenset([*b'"}]', END, *range(256, len(VOCABULARY))])
 def tool(name: str, parameters: dict[str, Any] | None, strict: bool | None = True) -> Tool:
     function = {"name": name, "parameters": parameters, "strict": strict}
     (read_one,) = read_tools([{"type": "function", "function": function}])
-    return read_one
+    return read_one if strict else followed(read_one, MAX_HELD_BYTES)[0]
 
 
 OBJECTS = {
@@ -451,7 +459,7 @@ def test_a_schema_that_cannot_be_followed_is_logged_once(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "followed"),
+    ("parameters", "wanted"),
     [
         (None, {"type": "object"}),
         ({}, {"type": "object"}),
@@ -483,28 +491,33 @@ def test_a_schema_that_cannot_be_followed_is_logged_once(
     ],
 )
 def test_what_a_schema_says_for_readers_is_left_out(
-    formats: Formats, parameters: dict[str, Any] | None, followed: dict[str, Any]
+    formats: Formats, parameters: dict[str, Any] | None, wanted: dict[str, Any]
 ) -> None:
     read_one = tool("f", parameters, None)
-    assert read_one.arguments == followed
-    assert not read_one.complaint
+    assert read_one.arguments == wanted
     text = formats.calls_text(Calls(V31, Choosing((read_one,), True)), VOCABULARY.control_ids)
-    assert json.dumps(followed)[:-1] in text
+    assert json.dumps(wanted)[:-1] in text
     assert read_one.fields["function"]["parameters"] == parameters, "the template shows all of it"
 
 
 @pytest.mark.promise("other tools beyond that limit may be called with any JSON object")
 def test_the_limit_of_all_schemas() -> None:
     """Strict tools count first; then tools count in their order, as far as they fit."""
-    sizes = [50_000, 50_000, 50_000, 20_000]
+    sizes = [50_000, 50_002, 50_004, 20_000]
     stricts = [False, False, True, False]
     functions = [
         {"name": f"f{at}", "parameters": closed(**{"a" * (size // 2): {}}), "strict": strict}
         for at, (size, strict) in enumerate(zip(sizes, stricts, strict=True))
     ]
     tools = read_tools([{"type": "function", "function": each} for each in functions])
-    assert [each.schema is not None for each in tools] == [True, False, True, True]
-    assert "131072 bytes" in tools[1].complaint
+    logged: list[tuple[str, str, str]] = []
+    with closing(Formats(lambda *said: logged.append(said))) as formats:
+        text = formats.calls_text(Calls(V31, Choosing(tools)), VOCABULARY.control_ids)
+        named = Choosing(tools, True, "f1")
+        formats.calls_text(Calls(V31, named), VOCABULARY.control_ids)
+    assert [f'"{"a" * (size // 2)}"' in text for size in sizes] == [True, False, True, True]
+    assert [(name, "131072 bytes" in event) for event, _, name in logged] == [("f1", True)]
+    assert text.count('"required"') == 3
 
 
 def test_schemas_that_cannot_be_combined_are_followed_only_where_strict(

@@ -16,7 +16,13 @@ from hadal.core.errors import RequestError
 from hadal.gateway.text.asks import AnswerFormat
 from hadal.gateway.text.stream import Calls
 from hadal.gateway.text.template import Checked, ConfinedProcess
-from hadal.gateway.text.tools import Choosing, Tool
+from hadal.gateway.text.tools import (
+    MAX_HELD_BYTES,
+    Choosing,
+    Tool,
+    followed,
+    num_schema_bytes,
+)
 from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
 
 CPU_S = 0.25
@@ -80,7 +86,7 @@ class Formats:
 
         def combined(choosing: Choosing) -> tuple[str, str]:
             """Return the grammar's text, and why it is not supported."""
-            checked, followed = (
+            checked, text = (
                 calls_text(
                     calls.format.call_list(choosing, ids),
                     content=content,
@@ -89,7 +95,7 @@ class Formats:
                 )
                 for ids in (dict(zip(calls.format.marks, MARK_IDS, strict=False)), mark_to_id)
             )
-            return followed, self._check(checked).why
+            return text, self._check(checked).why
 
         choosing = self._followed(calls.choosing)
         text, why = combined(choosing)
@@ -105,9 +111,13 @@ class Formats:
         """Return the tools without the schemas that cannot be followed, and log these. Raises
         RequestError for the schema of a strict tool.
         """
-        left_s, name_to_tool = TOOLS_CPU_S, {tool.name: tool for tool in choosing.tools}
+        left_s, num_bytes = TOOLS_CPU_S, 0
+        name_to_tool = {tool.name: tool for tool in choosing.tools}
         for tool in sorted(choosing.callable, key=lambda tool: not tool.is_strict):
-            why = tool.complaint
+            why = ""
+            if not tool.is_strict:
+                tool, why = followed(tool, MAX_HELD_BYTES - num_bytes)
+            num_bytes += num_schema_bytes(tool)
             if tool.schema is not None and left_s > 0:
                 why, cpu_s = self._check(grammar_text(tool.schema, follows_reasoning=False))
                 left_s -= cpu_s
@@ -117,22 +127,21 @@ class Formats:
                 raise RequestError(
                     f"Invalid schema for tool {tool.name!r}: {why}.", tool.schema_field
                 )
-            if why:
-                name_to_tool[tool.name] = self._any_object(tool, why)
+            name_to_tool[tool.name] = self._any_object(tool, why) if why else tool
         return replace(choosing, tools=tuple(name_to_tool.values()))
 
     def _strict_only(self, choosing: Choosing, why: str) -> Choosing:
         """Return the tools with the schemas of strict ones only."""
-        tools = [tool if tool.is_strict else self._any_object(tool, why) for tool in choosing.tools]
+        tools = (
+            tool if tool.is_strict or tool.schema is None else self._any_object(tool, why)
+            for tool in choosing.tools
+        )
         return replace(choosing, tools=tuple(tools))
 
     def _any_object(self, tool: Tool, why: str) -> Tool:
         """Return a tool with any JSON object as arguments, and log this."""
-        if tool.schema is not None or tool.complaint:
-            said = " ".join(why.split())[:_MAX_WHY_CHARS]
-            self._log_once(
-                f"a tool's calls may have any JSON object, since {said}", "tool", tool.name
-            )
+        said = " ".join(why.split())[:_MAX_WHY_CHARS]
+        self._log_once(f"a tool's calls may have any JSON object, since {said}", "tool", tool.name)
         return replace(tool, schema=None)
 
     def _check_content(self, text: str, wanted: AnswerFormat, prefix: str) -> None:

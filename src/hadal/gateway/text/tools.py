@@ -55,9 +55,9 @@ class Tool:
     schema_field: str = field(default="", compare=False)
     """Request field with the tool's parameters."""
     schema: dict[str, Any] | None = field(default=None, compare=False)
-    """Parameters that a grammar follows: without notes, with all references as plain pointers."""
-    complaint: str = field(default="", compare=False)
-    """Reason why the parameters are not followed, if there are any."""
+    """Parameters that a grammar follows: without notes, with all references as plain pointers. None
+    for a tool that is not strict before `followed`.
+    """
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -240,41 +240,38 @@ def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Too
             raise RequestError(
                 f"tools: two tools have the name {name!r}; names must be unique.", "tools"
             )
-    num_bytes = sum(_num_bytes(tool) for tool in tools if tool.is_strict)
+    num_bytes = sum(num_schema_bytes(tool) for tool in tools if tool.is_strict)
     if num_bytes > MAX_HELD_BYTES:
         raise RequestError(
             f"tools: the {words.schema} fields of strict tools have {num_bytes} bytes; at most"
             f" {MAX_HELD_BYTES} are allowed.",
             "tools",
         )
-    followed: list[Tool] = []
-    for tool in tools:
-        if not tool.is_strict:
-            tool = _followed(tool, MAX_HELD_BYTES - num_bytes)
-            num_bytes += _num_bytes(tool)
-        followed.append(tool)
-    return tuple(followed)
+    return tools
 
 
-def _num_bytes(tool: Tool) -> int:
+def num_schema_bytes(tool: Tool) -> int:
+    """Return the size of the schema that a grammar follows for a tool."""
     return 0 if tool.schema is None else len(json.dumps(tool.schema))
 
 
-def _followed(tool: Tool, most_bytes: int) -> Tool:
-    """Return a tool that is not strict with a schema to follow, or with a complaint about it."""
+def followed(tool: Tool, most_bytes: int) -> tuple[Tool, str]:
+    """Return a tool that is not strict with a schema of at most `most_bytes` to follow, and "". If
+    it has none that can be followed, return the tool and the reason; "" if it has none.
+    """
     parameters = tool.fields["function"].get("parameters")
     if not parameters:
-        return tool
+        return tool, ""
     schema, kinds = plain(parameters), parameters.get("type", "object")
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-        return replace(tool, complaint="its 'type' is not 'object'")
+        return tool, "its 'type' is not 'object'"
     if len(json.dumps(schema)) > most_bytes:
-        return replace(tool, complaint=f"the schemas have more than {MAX_HELD_BYTES} bytes")
+        return tool, f"the schemas have more than {MAX_HELD_BYTES} bytes"
     try:
         schema = check_schema({**schema, "type": "object"}, "it", tool.schema_field)
     except RequestError as error:
-        return replace(tool, complaint=str(error))
-    return replace(tool, schema=schema)
+        return tool, str(error)
+    return replace(tool, schema=schema), ""
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
