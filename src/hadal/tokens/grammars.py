@@ -67,26 +67,61 @@ _QUOTED = re.compile(r"\n<non-verbose/>|\n +\d+ \|.*", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class CallRule:
-    """Format of one tool's call: texts, patterns and ids of special tokens around the arguments."""
+class Json:
+    """Part of a call that is a JSON text of this schema."""
 
-    before: tuple[str | re.Pattern[str] | int, ...]
-    arguments: dict[str, Any]
-    """JSON schema of the arguments."""
-    behind: tuple[str | int, ...]
+    schema: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AnyText:
+    """Part of a call that is any text, and the text that ends it."""
+
+    mark: str
+    """Text that does not occur before `end`."""
+    end: str
+    least: int = 0
+    """Minimum number of characters before `end`."""
+    most: int | None = None
+    """Maximum number of characters before `end`; None: no limit."""
+    bars: str = ""
+    """Characters that do not occur before `end`."""
+    without: tuple[str, ...] = ()
+    """Whole texts that are not allowed."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Part of a call that is one of several sequences."""
+
+    options: tuple[tuple[Part, ...], ...]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Part of a call that may be missing, or stand up to `most` times; None: any number."""
+
+    parts: tuple[Part, ...]
+    most: int | None = None
+
+
+Part = str | re.Pattern[str] | int | Json | AnyText | OneOf | Repeated
+"""Text, pattern, id of a special token, or a part made of parts."""
 
 
 @dataclass(frozen=True)
 class CallList:
     """Format of consecutive calls between two marks."""
 
-    begin: int
-    end: int
+    begin: tuple[Part, ...]
+    end: tuple[Part, ...]
     gap: str
     """Optional text between two calls; "": none."""
-    calls: tuple[CallRule, ...]
+    calls: tuple[tuple[Part, ...], ...]
     is_single: bool
     """True if only one call is allowed."""
+    free: AnyText | None = None
+    """Reply without calls that is also allowed; None: none is."""
 
 
 def grammar_text(schema: dict[str, Any] | None, *, follows_reasoning: bool) -> str:
@@ -108,10 +143,14 @@ def calls_text(
     `is_opened`: the list's opening mark may be missing, because a mark anywhere in the reply may
     open the calls.
     """
-    start, rules = "calls", _call_rules(calls, is_opened)
+    rules = _CallRules()
+    rules.write(calls, is_opened)
+    start, written = "calls", rules.lines
+    if calls.free is not None:
+        start, written = "calls | free", [f"free: {rules.part(calls.free)}", *written]
     if content is not None:
-        start, rules = "content | calls", [_content_rule(content), *rules]
-    return _text(start, rules, follows_reasoning)
+        start, written = f"content | {start}", [_content_rule(content), *written]
+    return _text(start, written, follows_reasoning)
 
 
 def _text(start: str, rules: Sequence[str], follows_reasoning: bool) -> str:
@@ -126,27 +165,66 @@ def _content_rule(schema: dict[str, Any]) -> str:
     return f"content: {_json_of(schema)}"
 
 
-def _call_rules(calls: CallList, is_opened: bool) -> list[str]:
-    gap = f"{json.dumps(calls.gap)}? " if calls.gap else ""
-    more = "" if calls.is_single else f" ({gap}call)*"
-    begin = f"({_part(calls.begin)})?" if is_opened else _part(calls.begin)
-    rules = [
-        f"calls: {begin} call{more} {_part(calls.end)}",
-        "call: " + " | ".join(f"call_{at}" for at in range(len(calls.calls))),
-    ]
-    # Calls with equal argument schemas share a rule, and so automata.
-    schema_to_rule: dict[str, str] = {}
-    for at, call in enumerate(calls.calls):
-        rule = schema_to_rule.setdefault(_json_of(call.arguments), f"arguments_{at}")
-        before, behind = (" ".join(map(_part, parts)) for parts in (call.before, call.behind))
-        rules.append(f"call_{at}: {before} {rule} {behind}")
-    return rules + [f"{rule}: {schema}" for schema, rule in schema_to_rule.items()]
+class _CallRules:
+    """Writer of the rules for calls. Equal JSON schemas share a rule, and so automata."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._text_to_rule: dict[str, str] = {}
+
+    def write(self, calls: CallList, is_opened: bool) -> None:
+        """Write the rule `calls`."""
+        gap = f"{json.dumps(calls.gap)}? " if calls.gap else ""
+        more = "" if calls.is_single else f" ({gap}call)*"
+        begin = self._all(calls.begin)
+        begin = f"({begin})?" if is_opened else begin
+        self.lines += [
+            f"calls: {begin} call{more} {self._all(calls.end)}",
+            "call: " + " | ".join(f"call_{at}" for at in range(len(calls.calls))),
+        ]
+        self.lines += [f"call_{at}: {self._all(parts)}" for at, parts in enumerate(calls.calls)]
+
+    def _all(self, parts: Sequence[Part]) -> str:
+        return " ".join(map(self.part, parts))
+
+    def part(self, part: Part) -> str:
+        """Return the text of a part, and write the rules that it needs."""
+        if isinstance(part, int):
+            return f"<[{part}]>"
+        if isinstance(part, str):
+            return json.dumps(part)
+        if isinstance(part, re.Pattern):
+            return f"/{part.pattern}/"
+        if isinstance(part, Json):
+            return self._named(_json_of(part.schema), "arguments")
+        if isinstance(part, AnyText):
+            return self._named(_any_text(part), "TEXT")
+        if isinstance(part, OneOf):
+            return f"({' | '.join(map(self._all, part.options))})"
+        return f"({self._all(part.parts)}){'?' if part.most == 1 else '*'}"
+
+    def _named(self, text: str, kind: str) -> str:
+        """Return the name of the rule with this text."""
+        if text not in self._text_to_rule:
+            self._text_to_rule[text] = name = f"{kind}_{len(self._text_to_rule)}"
+            self.lines.append(f"{name}: {text}")
+        return self._text_to_rule[text]
 
 
-def _part(part: str | re.Pattern[str] | int) -> str:
-    if isinstance(part, int):
-        return f"<[{part}]>"
-    return json.dumps(part) if isinstance(part, str) else f"/{part.pattern}/"
+def _any_text(part: AnyText) -> str:
+    """Return the pattern of a text and its end."""
+    char = f"[^{escaped(part.bars)}]" if part.bars else "(?s:.)"
+    most = "" if part.most is None else part.most
+    count = f"{{{part.least},{most}}}" if part.least or part.most is not None else "*"
+    terms = [f"/{char}{count}/", f"~/(?s:.*){escaped(part.mark)}(?s:.*)/"]
+    if part.without:
+        terms.append(f"~/{'|'.join(map(escaped, part.without))}/")
+    return f"({' & '.join(terms)})" + (f" {json.dumps(part.end)}" if part.end else "")
+
+
+def escaped(text: str) -> str:
+    """Return the pattern of a text, for use within slashes."""
+    return re.sub(r"[][\\.+*?(){}|^$/&~-]", r"\\\g<0>", text).replace("\n", "\\n")
 
 
 def _json_of(schema: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ from hadal.tokens.added import load_added_tokens
 from hadal.tokens.refused import check_files
 from hadal.tokens.tiktoken import byte_of_char
 
-_MARK = re.compile(r"<.+>|\[.+\]")
-"""Pattern of control tokens that are not flagged as special: "<think>", "<｜User｜>", "[INST]"."""
+_MARK = re.compile(r"<.+>|\[.+\]|｜.+｜")
+"""Pattern of control tokens that are not flagged as special: "<think>", "[INST]", "｜DSML｜"."""
 
 MAX_ID = (1 << 22) - 1
 """Highest accepted token id. DeepSeek-V3 has 129,280 tokens."""

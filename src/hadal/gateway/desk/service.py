@@ -57,6 +57,7 @@ from hadal.gateway.text.chat import (
     raw_prompt,
     read_chat_format,
 )
+from hadal.gateway.text.dsml import Dsml
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.lengths import check_length, encode_within
 from hadal.gateway.text.piece import ScoredPrompt
@@ -228,6 +229,7 @@ class Service:
         self._random_bytes = random_bytes
         # Few threads: prompts wait for each other and leave CPU cores to the ranks.
         self._lanes = Lanes()
+        self._has_tags = model.chat is not None and isinstance(model.chat.tools, Dsml)
         context = model.context_tokens
         self._max_counted_tokens = COUNTED_CONTEXTS * context
         self._max_prompt_tokens = min(limits.max_prompt_tokens or context - 1, context - 1)
@@ -533,6 +535,7 @@ class Service:
                 stop_repetition=ask.stop_repetition,
                 calls=calls,
                 is_held=ask.format is not None,
+                has_tags=sections and self._has_tags,
             )
             grammar = self._grammar(ask, prompt, calls, budget)
             # Sampling depends on seed and index: a prompt's replies are as if it were sent alone.
@@ -555,8 +558,11 @@ class Service:
         self, ask: CommonFields, prompt: Prompt, calls: Calls | None, budget: int | None
     ) -> Grammar | None:
         """Return the grammar that constrains the answer or ends its reasoning; None: neither."""
-        is_held = calls is not None and (calls.choosing.is_demanded or self._may_hold(ask))
         control_ids = self.model.vocabulary.control_ids
+        begins = calls.format.opens(control_ids) if calls is not None else ()
+        is_held = calls is not None and (
+            calls.choosing.is_demanded or (begins != () and self._may_hold(ask))
+        )
         opens, closes = control_ids.get(THINK_OPEN, -1), control_ids.get(THINK_CLOSE, -1)
         may_think = prompt.may_think and opens >= 0 and closes >= 0
         has_budget = budget is not None and (prompt.thinks or may_think)
@@ -570,7 +576,12 @@ class Service:
         if ask.format is None and not is_held:
             return bounded if has_budget else None
         # If the answer may be any text, the grammar constrains only the calls, from their mark on.
-        is_opened = calls is not None and ask.format is None and not calls.choosing.is_forced
+        is_opened = (
+            calls is not None
+            and ask.format is None
+            and not calls.choosing.is_forced
+            and begins != ()
+        )
         thinks = (prompt.thinks or may_think) and not is_opened
         begins_after = closes if thinks else -1
         if not self.model.eos_ids or (thinks and begins_after < 0):
@@ -599,10 +610,9 @@ class Service:
             is_opened=is_opened,
             prefix=prompt.prefix if format is not None else "",
         )
-        begins = control_ids[calls.format.calls_begin], control_ids[calls.format.call_begin]
         is_lenient = format is None and not any(tool.is_strict for tool in calls.choosing.callable)
         if is_opened:
-            end = control_ids[calls.format.calls_end]
+            end = calls.format.closes(control_ids)
             return replace(grammar, text=text, opens=begins, closes=end, is_lenient=is_lenient)
         # The reply's parser recognises a call by its marks, in reasoning too (gateway/text/stream).
         # So the marks are barred in reasoning.

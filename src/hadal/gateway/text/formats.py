@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from hadal.core.errors import RequestError
@@ -83,17 +83,18 @@ class Formats:
         if wanted is not None:
             content = ANY_JSON_OBJECT if wanted.schema is None else wanted.schema
             self._check_content(grammar_text(content, follows_reasoning=False), wanted, prefix)
+        is_only = calls.choosing.is_forced or is_opened or wanted is not None
 
         def combined(choosing: Choosing) -> tuple[str, str]:
             """Return the grammar's text, and why it is not supported."""
             checked, text = (
                 calls_text(
-                    calls.format.call_list(choosing, ids),
+                    calls.format.call_list(choosing, ids, is_opened=is_opened, is_only=is_only),
                     content=content,
                     follows_reasoning=follows_reasoning,
                     is_opened=is_opened,
                 )
-                for ids in (dict(zip(calls.format.marks, MARK_IDS, strict=False)), mark_to_id)
+                for ids in (_stand_ins(calls.format.marks, mark_to_id), mark_to_id)
             )
             return text, self._check(checked).why
 
@@ -169,3 +170,12 @@ class Formats:
         """End the process."""
         if self._process is not None:
             self._process.close()
+
+
+def _stand_ins(marks: Sequence[str], mark_to_id: Mapping[str, int]) -> dict[str, int]:
+    """Return mark -> id for checking a grammar, for marks that are tokens of the model."""
+    return {
+        mark: stand_in
+        for mark, stand_in in zip(marks, MARK_IDS, strict=False)
+        if mark in mark_to_id
+    }

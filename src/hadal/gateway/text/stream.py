@@ -19,10 +19,13 @@ from enum import Enum, auto
 
 from hadal.core.messages.generation import Token
 from hadal.gateway.text.chat import THINK_CLOSE, THINK_OPEN
+from hadal.gateway.text.dsml import Dsml
+from hadal.gateway.text.dsml_grammar import MARK
+from hadal.gateway.text.dsml_reader import REMOVED, TAG, CallTag, TagReader, TagScanner
 from hadal.gateway.text.matcher import Matcher
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.repetition import Repetition
-from hadal.gateway.text.tools import CallDelta, CallReader, Choosing, ToolFormat
+from hadal.gateway.text.tools import CallDelta, CallFormat, CallReader, Choosing, ToolFormat
 from hadal.gateway.text.vocabulary import Vocabulary
 
 new_decoder: Callable[[str], codecs.IncrementalDecoder] = codecs.getincrementaldecoder("utf-8")
@@ -42,7 +45,7 @@ class Section(Enum):
 class Calls:
     """Tools that a reply may call, and the model's format of calls."""
 
-    format: ToolFormat
+    format: CallFormat
     choosing: Choosing
 
 
@@ -69,19 +72,32 @@ class TextReading:
     """Tools that the reply may call; None: none are offered."""
     is_held: bool = False
     """True: the answer follows a grammar; text in it that looks like a mark is content."""
+    has_tags: bool = False
+    """True: the model writes calls as tags in its text (DSML)."""
+
+    @property
+    def reads_tags(self) -> bool:
+        """Return True if tags of calls are searched in the text."""
+        is_offered = self.calls is not None and isinstance(self.calls.format, Dsml)
+        return is_offered or (self.has_tags and not self.is_held)
 
 
 class TokenText:
     """Decoder of one choice's tokens, from their bytes to text."""
 
-    def __init__(self, vocabulary: Vocabulary, hidden: Container[int]) -> None:
-        """`hidden`: ids without text."""
+    def __init__(
+        self, vocabulary: Vocabulary, hidden: Container[int], tag_id: int | None = None
+    ) -> None:
+        """`hidden`: ids without text. `tag_id`: token with the text TAG."""
         self._bytes = vocabulary.token_bytes
         self._hidden = hidden
+        self._tag_id = tag_id
         self._decoder = new_decoder("replace")
 
     def next(self, token: int) -> str:
         """Return the text completed by a token; "" if it has none, or ends within a character."""
+        if token == self._tag_id:
+            return self.rest() + TAG
         if token in self._hidden or not 0 <= token < len(self._bytes):
             return ""
         return self._decoder.decode(self._bytes[token])
@@ -166,8 +182,12 @@ class UnshownTokens:
         self._move(self._num_chars + 1, shown)
         self._num_chars = self._num_shown = 0
 
-    def drop(self) -> None:
-        """Drop all tokens: their text starts where a stop string starts, or after that."""
+    def drop(self, shown: list[Token] | None = None) -> None:
+        """Drop the tokens of text that is not shown: it starts where a stop string or a tag starts.
+        With `shown`, move the tokens before that to it.
+        """
+        if shown is not None:
+            self._move(self._num_chars, shown)
         self._waiting.clear()
 
     def _move(self, before: int, shown: list[Token]) -> None:
@@ -179,12 +199,12 @@ class UnshownTokens:
 class CallSection:
     """Calls of one reply, in all its sections of calls."""
 
-    def __init__(self, vocabulary: Vocabulary, calls: Calls) -> None:
-        ids, format = vocabulary.control_ids, calls.format
-        self.begins = ids[format.calls_begin], ids[format.call_begin]
+    def __init__(self, vocabulary: Vocabulary, format: ToolFormat, is_parallel: bool) -> None:
+        ids = vocabulary.control_ids
+        self.begins = format.opens(ids)
         """Marks that begin calls in any section."""
         self._id_to_mark = {ids[mark]: mark for mark in format.marks}
-        self._is_parallel = calls.choosing.is_parallel
+        self._is_parallel = is_parallel
         self._reader = CallReader(format)
         self._gap: list[Token] = []
         """Blank tokens around calls: dropped, unless more text follows them."""
@@ -241,6 +261,35 @@ class CallSection:
         return self._reader.take()
 
 
+class TaggedCalls:
+    """Calls of one reply, written as tags in its text."""
+
+    def __init__(self, is_parallel: bool) -> None:
+        self._is_parallel = is_parallel
+        self._reader = TagReader()
+        self.take_part = self._reader.take_part
+        self.news = self._reader.take
+
+    @property
+    def num_calls(self) -> int:
+        """Return the number of calls."""
+        return self._reader.num_calls
+
+    @property
+    def is_over(self) -> bool:
+        """True from the end of a block of calls until the next one begins."""
+        return self._reader.is_over
+
+    @property
+    def is_enough(self) -> bool:
+        """True if only one call is allowed and the reply has it."""
+        return not self._is_parallel and self._reader.num_ended > 0
+
+    def end(self, finish: str) -> None:
+        """End the current call as the reply ends."""
+        self._reader.end(is_cut=finish == "length")
+
+
 class Assembler:
     """Text of one choice. `num_tokens` and `num_reasoning_tokens` count the accepted tokens."""
 
@@ -250,16 +299,29 @@ class Assembler:
         self.num_reasoning_tokens = 0
         self.finish: str | None = None
         self._reading = reading
+        tag_id = vocabulary.control_ids.get(MARK) if reading.reads_tags else None
         self._text = TokenText(
-            vocabulary, vocabulary.mark_ids if sections else vocabulary.hidden_ids
+            vocabulary, vocabulary.mark_ids if sections else vocabulary.hidden_ids, tag_id
         )
         self._think = ThinkMarks(vocabulary)
         self._section = Section.CONTENT
         if sections:
             self._section = Section.REASONING if reading.thinks else Section.START
-        self._calls = CallSection(vocabulary, reading.calls) if reading.calls is not None else None
-        marks = (*sorted(vocabulary.marks | {THINK_OPEN, THINK_CLOSE}),) if sections else ()
-        self._marks = Matcher(marks, is_nested=True)
+        calls = reading.calls
+        self._tags: TagScanner | None = None
+        """Finder of tags of calls; None: the model's marks of calls are tokens."""
+        self._calls: CallSection | TaggedCalls | None = None
+        more: tuple[str, ...] = ()
+        if reading.reads_tags:
+            has_calls = calls is not None
+            self._tags = TagScanner(is_token=tag_id is not None, holds_breaks=has_calls)
+            self._calls = TaggedCalls(calls.choosing.is_parallel) if calls is not None else None
+            more = REMOVED
+        elif calls is not None:
+            assert isinstance(calls.format, ToolFormat)
+            self._calls = CallSection(vocabulary, calls.format, calls.choosing.is_parallel)
+        named = vocabulary.marks | {THINK_OPEN, THINK_CLOSE, *more}
+        self._marks = Matcher((*sorted(named),) if sections else (), is_nested=True)
         self._stop = Matcher(reading.stops) if reading.stops else None
         self._trim = sections and reading.thinks and not reading.has_thought
         """True: drop newlines after a think mark until other text follows."""
@@ -296,7 +358,11 @@ class Assembler:
             self._end("stop", piece)
             return
         calls = self._calls
-        if calls is not None and (self._section is Section.CALLS or token.token in calls.begins):
+        if self._tags is not None:
+            self._take_tagged(token, self._tags, piece)
+        elif isinstance(calls, CallSection) and (
+            self._section is Section.CALLS or token.token in calls.begins
+        ):
             self._take_call(token, calls, piece)
         else:
             self._take_text(token, piece)
@@ -318,6 +384,55 @@ class Assembler:
             self._split(text, piece)
         if token.finish is not None and self.finish is None:
             self._end(token.finish, piece)
+
+    def _take_tagged(self, token: Token, tags: TagScanner, piece: Piece) -> None:
+        """Accept a token of a text that may have tags of calls."""
+        in_calls = self._section is Section.CALLS
+        if self._unshown is not None and not in_calls:
+            self._unshown.add(token)
+        if in_calls or self._section is Section.CONTENT or not self._is_mark(token.token, piece):
+            self._take_parts(tags.feed(self._text.next(token.token)), piece)
+        if token.finish is not None and self.finish is None:
+            self._end(token.finish, piece)
+
+    def _take_parts(self, parts: Iterable[str | CallTag], piece: Piece) -> None:
+        """Accept texts and tags, in calls and outside of them."""
+        calls = self._calls
+        for part in parts:
+            if self.finish is not None:
+                return
+            if isinstance(calls, TaggedCalls):
+                if isinstance(part, CallTag) and part.opens_calls:
+                    self._open_calls(piece)
+                if self._section is Section.CALLS:
+                    calls.take_part(part)
+                    self._show_calls(calls, piece)
+                    if calls.is_over:
+                        self._section = Section.CONTENT
+                    if calls.is_enough and self.finish is None:
+                        self._end_here(piece)
+                    continue
+            if isinstance(part, str):  # A tag outside of calls is no text.
+                self._split(part, piece)
+
+    def _end_here(self, piece: Piece) -> None:
+        """End the reply after its only call; text of the same token is not shown."""
+        self._text.rest()
+        if self._tags is not None:
+            self._tags.flush()
+        self._end("stop", piece)
+
+    def _open_calls(self, piece: Piece) -> None:
+        """Show earlier text, and begin a section of calls with a tag that has been read."""
+        if self._section is Section.CALLS:
+            return
+        # Text that may begin a mark stays held: text after the calls might complete it.
+        self._show_rest(piece, holds_marks=self._section is not Section.REASONING)
+        if self.finish is None and self._unshown is not None:
+            self._unshown.drop(self._tokens_of(piece))
+            self._end_tokens(piece)
+        if self.finish is None:
+            self._section = Section.CALLS
 
     def _take_call(self, token: Token, calls: CallSection, piece: Piece) -> None:
         """Accept a token of a section of calls, or its first mark; earlier text is shown first."""
@@ -349,10 +464,13 @@ class Assembler:
         elif token.finish is not None:
             self._end(token.finish, piece)
 
-    def _show_calls(self, calls: CallSection, piece: Piece) -> None:
+    def _show_calls(self, calls: CallSection | TaggedCalls, piece: Piece) -> None:
         deltas, text = calls.news()
         # One token yields deltas, or text, or text followed by the next call.
-        self._add_content(self._without_marks(text), piece)
+        if isinstance(calls, TaggedCalls):
+            self._filter(text, piece)
+        else:
+            self._add_content(self._without_marks(text), piece)
         piece.calls += deltas
 
     def _without_marks(self, text: str) -> str:
@@ -464,14 +582,23 @@ class Assembler:
 
     def _drain(self, piece: Piece) -> None:
         """Show all held text: the section ends here."""
-        if tail := self._text.rest():
+        tail = self._text.rest()
+        if self._tags is not None:
+            self._take_parts([*self._tags.feed(tail), *self._tags.flush()], piece)
+        elif tail:
             self._split(tail, piece)
+        self._show_rest(piece)
+
+    def _show_rest(self, piece: Piece, *, holds_marks: bool = False) -> None:
+        """Show the text held for stop strings and, without `holds_marks`, for marks."""
         if text := self._think.rest():
             if self._section is Section.START:
                 self._section = Section.CONTENT
             self._filter(text, piece)
-        if self.finish is None:
+        if self.finish is None and not holds_marks:
             self._flush(piece)
+        elif self.finish is None and self._stop is not None:
+            self._show(self._stop.flush(), piece)
 
     def _enter(self, section: Section, piece: Piece) -> None:
         """Enter a section after a think mark; the mark's own token belongs to the reasoning."""
@@ -483,15 +610,28 @@ class Assembler:
         self._trim = True
 
     def _end(self, finish: str, piece: Piece) -> None:
-        if self._section is Section.CALLS and self._calls is not None:
+        if self._section is Section.CALLS and isinstance(self._calls, CallSection):
             self._calls.end(self._text, finish)
             self._show_calls(self._calls, piece)
             self._section = Section.CONTENT
+        elif self._section is Section.CALLS and isinstance(self._calls, TaggedCalls):
+            self._end_tagged(finish, self._calls, piece)
         else:
             self._drain(piece)
         if self.finish is None:
             self._end_tokens(piece)
             self._finish(finish, piece)
+
+    def _end_tagged(self, finish: str, calls: TaggedCalls, piece: Piece) -> None:
+        """End the calls of a text with tags as the reply ends."""
+        assert self._tags is not None
+        for part in (*self._tags.feed(self._text.rest()), *self._tags.flush()):
+            calls.take_part(part)
+        calls.end(finish)
+        self._show_calls(calls, piece)
+        self._section = Section.CONTENT
+        if self.finish is None:
+            self._flush(piece)
 
     def _finish(self, finish: str, piece: Piece) -> None:
         if finish == "stop" and self._calls is not None and self._calls.num_calls:

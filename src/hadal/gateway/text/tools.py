@@ -25,11 +25,11 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 from hadal.core.errors import RequestError
 from hadal.gateway.text.schemas import check_schema, plain
-from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, CallRule
+from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, Json, Part
 
 MAX_TOOLS = 128
 MAX_HELD_BYTES = 1 << 17
@@ -119,6 +119,30 @@ class CallDelta:
     name: str = ""
 
 
+class CallFormat(Protocol):
+    """Form of calls of one family of models."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def prefix(self) -> str: ...
+    @property
+    def marks(self) -> tuple[str, ...]: ...
+
+    def opens(self, mark_to_id: Mapping[str, int]) -> tuple[int, ...]: ...
+    def closes(self, mark_to_id: Mapping[str, int]) -> int: ...
+    def has_call(self, text: str, arguments: str) -> bool: ...
+    def describe(self, tools: Sequence[dict[str, Any]]) -> str: ...
+    def call_list(
+        self,
+        choosing: Choosing,
+        mark_to_id: Mapping[str, int],
+        *,
+        is_opened: bool = False,
+        is_only: bool = True,
+    ) -> CallList: ...
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """Form of a call in one family of models: its control tokens and their order."""
@@ -138,23 +162,46 @@ class ToolFormat:
     def marks(self) -> tuple[str, ...]:
         return (self.calls_begin, self.calls_end, self.call_begin, self.call_end, self.separator)
 
-    def call_list(self, choosing: Choosing, mark_to_id: Mapping[str, int]) -> CallList:
+    def opens(self, mark_to_id: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the tokens that begin calls."""
+        return mark_to_id[self.calls_begin], mark_to_id[self.call_begin]
+
+    def closes(self, mark_to_id: Mapping[str, int]) -> int:
+        """Return the token that ends calls."""
+        return mark_to_id[self.calls_end]
+
+    def has_call(self, text: str, arguments: str) -> bool:
+        """Return True if a rendered text contains a call's arguments in this form."""
+        return arguments in text
+
+    def describe(self, tools: Sequence[dict[str, Any]]) -> str:
+        """Return the text that lists tools, for templates that list none."""
+        return described(self, tools)
+
+    def call_list(
+        self,
+        choosing: Choosing,
+        mark_to_id: Mapping[str, int],
+        *,
+        is_opened: bool = False,
+        is_only: bool = True,
+    ) -> CallList:
         """Return the grammar rules for calling the allowed tools, with these ids of the marks."""
         call_begin, call_end = mark_to_id[self.call_begin], mark_to_id[self.call_end]
         separator = mark_to_id[self.separator]
         calls = []
         for tool in choosing.callable:
-            before: tuple[str | re.Pattern[str] | int, ...] = (tool.name, separator)
-            behind: tuple[str | int, ...] = (call_end,)
+            before: tuple[Part, ...] = (tool.name, separator)
+            behind: tuple[Part, ...] = (call_end,)
             if self.is_fenced:
                 before = ("function", separator, f"{tool.name}\n```json\n")
                 behind = ("\n```", call_end)
             elif self.prefix:
                 before = (f"{self.prefix}{tool.name}:", _NUMBER, separator)
-            calls.append(CallRule((call_begin, *before), tool.arguments, behind))
+            calls.append((call_begin, *before, Json(tool.arguments), *behind))
         return CallList(
-            mark_to_id[self.calls_begin],
-            mark_to_id[self.calls_end],
+            (mark_to_id[self.calls_begin],),
+            (mark_to_id[self.calls_end],),
             "\n" if self.is_fenced else "",
             tuple(calls),
             is_single=not choosing.is_parallel,
