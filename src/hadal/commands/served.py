@@ -23,7 +23,9 @@ class ServedText:
     """Chat template, tools, reasoning and context of a model, as its gateway reads them."""
 
     template: str
-    """Names of the chat templates and their file; empty if there is none."""
+    """Names of the chat templates and their file, or the form of chats without one; empty if the
+    model has no chats.
+    """
     tools: str
     """Name of the model's format for tool calls; empty if it cannot call tools."""
     thinks: bool
@@ -41,9 +43,11 @@ def read_served_text(folder: Path, accepted: Collection[str]) -> ServedText:
         tools = model.chat.tools.name if model.chat.tools is not None else ""
         model.chat.close()
     named = f"{', '.join(templates)} in {Path(source).name}" if templates else ""
+    if model.chat is not None and not templates:
+        named = f"none in the folder; chats have the form of {tools}"
     text = "".join(templates.values())
     has_tokens = {THINK_OPEN, THINK_CLOSE} <= model.vocabulary.control_ids.keys()
-    thinks = bool(templates) and (has_tokens or THINK_OPEN in text)
+    thinks = model.chat is not None and (has_tokens or THINK_OPEN in text or not templates)
     return ServedText(named, tools, thinks, model.context_tokens)
 
 

@@ -16,9 +16,9 @@ from hadal.runtime.resolve import model_folder
 from hadal.tokens import grammars as grammars_module
 from hadal.tokens.grammars import (
     CallList,
-    CallRule,
     Follower,
     Grammars,
+    Json,
     TextRows,
     calls_text,
     complaint,
@@ -199,7 +199,7 @@ def test_a_lenient_grammar_gives_up_at_a_limit(
     opens, closes = sorted(TABLE.control_ids.values())[2:4]
     long = {"type": "string", "maxLength": 5000}
     arguments = {"type": "object", "properties": {"x": long}, "additionalProperties": False}
-    calls = CallList(opens, closes, "", (CallRule(("f",), arguments, ()),), is_single=False)
+    calls = CallList((opens,), (closes,), "", (("f", Json(arguments)),), is_single=False)
     own = {"opens": (opens,), "closes": closes} if is_opened else {}
     lenient = Grammar(calls_text(calls, is_opened=is_opened), (END,), is_lenient=True, **own)
     tokens = [opens, *ids('f{"x":"' + "ab" * 300 + '"}'), closes]

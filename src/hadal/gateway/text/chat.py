@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 
 from hadal.core.errors import RequestError
 from hadal.gateway.text.asks import PLAIN, PastCall, Rendering, Turn
+from hadal.gateway.text.dsml import Dsml
+from hadal.gateway.text.dsml_chats import form_in, form_of_folder, template_of
 from hadal.gateway.text.lengths import check_length, encode_within
 from hadal.gateway.text.shield import Marks, Shield, texts_in
 from hadal.gateway.text.template import ConfinedProcess
 from hadal.gateway.text.template_files import DEFAULT, WITH_TOOLS, read_templates
 from hadal.gateway.text.template_pool import TemplatePool
-from hadal.gateway.text.tools import Choosing, described, format_of
+from hadal.gateway.text.tools import CallFormat, Choosing, format_of
 from hadal.gateway.text.vocabulary import Vocabulary
 from hadal.tokens.added import read_special_tokens
 
@@ -116,8 +118,9 @@ class ChatFormat:
             for name in (DEFAULT, WITH_TOOLS)
             if name in templates
         }
-        formats = (
-            format_of(vocabulary.control_ids, self._templates[name].text)
+        formats: Iterator[CallFormat | None] = (
+            form_in(self._templates[name].text)
+            or format_of(vocabulary.control_ids, self._templates[name].text)
             for name in (WITH_TOOLS, DEFAULT)
             if name in self._templates
         )
@@ -165,6 +168,8 @@ class ChatFormat:
             values["thinking"] = values["enable_thinking"] = thinking
         if schema is not None and template.shows_schema:
             values["answer_schema"] = shield.put_in(_outline(schema))
+        if schema is not None and template.shows_whole_schema:
+            values["response_schema"] = shield.put_in(schema)
         num_chars = sum(map(len, texts)) + len(json.dumps([given, schema], ensure_ascii=False))
         max_chars = _CHARS_PER_CHAR * num_chars + _CHARS_PER_MESSAGE * (len(turns) + 1)
         opens_reply = rendering.opens_reply and not goes_on
@@ -190,7 +195,7 @@ class ChatFormat:
         is_open = not thinks and not prefix and not text.rstrip().endswith(THINK_CLOSE)
         text += shield.put(reasoning)
         if thinks and (thinking is False or prefix):
-            text += f"\n{THINK_CLOSE}\n\n"
+            text += THINK_CLOSE if isinstance(self.tools, Dsml) else f"\n{THINK_CLOSE}\n\n"
             thinks = False
         if not goes_on:
             text += shield.put(prefix)
@@ -239,7 +244,7 @@ class ChatFormat:
             return tools or None
         if messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": ""})
-        messages[0]["content"] += described(self.tools, tools)
+        messages[0]["content"] += self.tools.describe(tools)
         return None
 
     def _check(self, turns: Sequence[Turn], kwargs: Mapping[str, Any], choosing: Choosing) -> None:
@@ -262,6 +267,7 @@ class ChatFormat:
         if template.calls_form is not None:
             return template.calls_form
         template.calls_form = CallsForm()
+        shows = self.tools.has_call if self.tools is not None else str.__contains__
         asked = {"role": "user", "content": "a"}
         for form in itertools.starmap(CallsForm, itertools.product((True, False), (False, True))):
             message = {
@@ -271,7 +277,7 @@ class ChatFormat:
             }
             with contextlib.suppress(RequestError):
                 text = self._render(template, [asked, message], {}, _CHARS_PER_MESSAGE)
-                if _SAMPLE.name in text and _SAMPLE.arguments in text:
+                if _SAMPLE.name in text and shows(text, _SAMPLE.arguments):
                     template.calls_form = form
                     break
         return template.calls_form
@@ -440,6 +446,11 @@ class _Template:
         """Return True if the template shows the schema of an answer."""
         return _SCHEMA.search(self.text) is not None
 
+    @cached_property
+    def shows_whole_schema(self) -> bool:
+        """Return True if the template shows the whole schema of an answer, as V4's does."""
+        return "response_schema" in self.text
+
 
 def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat | None:
     """Read the chat templates of a folder; None if there is none, as in base models. Raises
@@ -447,7 +458,10 @@ def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat | None:
     """
     templates, source = read_templates(folder)
     if not templates:
-        return None
+        form = form_of_folder(folder, vocabulary.control_ids)
+        if form is None:
+            return None
+        templates, source = {DEFAULT: template_of(form)}, f"the chats of {form.name}"
     return ChatFormat(vocabulary, templates, read_special_tokens(folder), source)
 
 

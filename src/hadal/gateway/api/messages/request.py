@@ -206,7 +206,9 @@ def _chat_of(request: MessagesRequest, named: NamedBody) -> ChatAsk:
         )
     _check_edits(request.context_management)
     output = request.output_config or OutputConfig()
-    thinking = read_thinking(request, output_effort=output.effort)
+    # DeepSeek's converter for this API has a system message between turns in the user's turn.
+    reminds = {"system_reminders": True}
+    thinking = read_thinking(request, output_effort=output.effort, variables=reminds)
     choice = request.tool_choice or ToolChoice("auto")
     choosing = read_choice(
         _choice_of(choice),
