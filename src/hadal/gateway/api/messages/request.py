@@ -207,7 +207,8 @@ def _chat_of(request: MessagesRequest, named: NamedBody) -> ChatAsk:
     _check_edits(request.context_management)
     output = request.output_config or OutputConfig()
     # DeepSeek's converter for this API has a system message between turns in the user's turn.
-    reminds = {"system_reminders": True}
+    has_reminders = any(message.role == "system" for message in request.messages)
+    reminds = {"system_reminders": True} if has_reminders else None
     thinking = read_thinking(request, output_effort=output.effort, variables=reminds)
     choice = request.tool_choice or ToolChoice("auto")
     choosing = read_choice(
