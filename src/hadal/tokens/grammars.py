@@ -88,6 +88,8 @@ class AnyText:
     """Characters that do not occur before `end`."""
     without: tuple[str, ...] = ()
     """Whole texts that are not allowed."""
+    pattern: str = ""
+    """Pattern of the whole text before `end`; "": any text."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,8 @@ def _any_text(part: AnyText) -> str:
     most = "" if part.most is None else part.most
     count = f"{{{part.least},{most}}}" if part.least or part.most is not None else "*"
     terms = [f"/{char}{count}/", f"~/(?s:.*){escaped(part.mark)}(?s:.*)/"]
+    if part.pattern:
+        terms.append(f"/{part.pattern}/")
     if part.without:
         terms.append(f"~/{'|'.join(map(escaped, part.without))}/")
     return f"({' & '.join(terms)})" + (f" {json.dumps(part.end)}" if part.end else "")

@@ -49,6 +49,12 @@ MORE: dict[str, dict[str, Any]] = {
     "as_json": closed(
         a={"type": "string", "pattern": "^[ab]{2}$"}, b={"type": "string", "format": "date"}
     ),
+    "patterns": closed(
+        a={"type": "string", "pattern": "^[a/]{2,3}$"},
+        b={"type": "string", "pattern": "x\\/y|z"},
+        c={"type": "string", "pattern": "^a|b$"},
+        d={"type": "string", "pattern": "[^a-z]$", "maxLength": 4},
+    ),
     "open": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     "extra": {"type": "object", "additionalProperties": {"type": "integer"}},
     "optional": {
@@ -246,6 +252,23 @@ def test_what_models_write_is_allowed_as_they_write_it(
         content, calls, finish = read(reply, tokens, drawer.end)
     assert (content, finish) == (said, "tool_calls")
     assert [name for name, _ in calls] == ["city", "time", "none"]
+
+
+@EACH_FORM
+def test_a_text_with_a_format_stays_plain_unless_its_tool_is_strict(form: Dsml) -> None:
+    schema = closed(url={"type": "string", "format": "uri", "description": "where"})
+    plain = written(form, ("f", {"url": "https://a.example/b?c=d"}))
+    with service_of(form, TOKEN) as service:
+        for strict in (False, True):
+            tools = [tool("f", schema, strict)]
+            reply = asked(service, tools, tool_choice="required", thinking={"type": "disabled"})
+            grammar, follower = reply.generation.sampling.grammar, None
+            assert grammar is not None
+            follower, drawer, is_allowed = Follower(grammar, []), Drawer(TOKEN), True
+            for token in TOKEN.encode_controlled(plain):
+                is_allowed = is_allowed and token in drawer.allowed(follower)
+                follower.advance([token])
+            assert is_allowed != strict
 
 
 @VOCABULARIES

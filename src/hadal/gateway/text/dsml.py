@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hadal.gateway.text.dsml_grammar import MARK, Tags, parameters
@@ -89,7 +89,7 @@ class Dsml:
         calls = tuple(
             (
                 *tags.begin(f'invoke name="{tool.name}">\n'),
-                *parameters(tool.arguments, tags),
+                *parameters(tool.arguments, replace(tags, is_strict=tool.is_strict)),
                 *_after_blank(tags.end("invoke>\n")),
             )
             for tool in choosing.callable

@@ -4,8 +4,9 @@
     <｜DSML｜parameter name="city" string="true">any text</｜DSML｜parameter>
     <｜DSML｜parameter name="days" string="false">JSON</｜DSML｜parameter>     may be missing
 
-A text's `enum`, `const`, `minLength` and `maxLength` are followed as plain text; texts with other
-keywords are JSON texts with string="false". An object with keywords beyond `properties`, `required`
+A text's `enum`, `const`, `pattern`, `minLength` and `maxLength` are followed as plain text. A text
+with other keywords is JSON with string="false"; if the tool is not strict, its `format` is left out
+instead, because models write such texts plainly. An object with keywords beyond `properties`, `required`
 and `additionalProperties` is one JSON object in the call, without parameters. The reader accepts
 all of these. Schemas in, rules out.
 """
@@ -49,6 +50,8 @@ class Tags:
     """Id of the mark's token; None: the tokenizer has none."""
     gap: str
     """Space after the mark."""
+    is_strict: bool = True
+    """False: `format` of a text is left out."""
 
     def begin(self, text: str) -> tuple[Part, ...]:
         """Return an opening tag that continues with `text` after the mark."""
@@ -58,12 +61,14 @@ class Tags:
         """Return a closing tag that continues with `text` after the mark."""
         return self._tag("</", self.gap + text)
 
-    def text_to_end(self, text: str, least: int, most: int | None) -> tuple[Part, ...]:
+    def text_to_end(
+        self, text: str, least: int = 0, most: int | None = None, pattern: str = ""
+    ) -> tuple[Part, ...]:
         """Return a plain text of `least` to `most` characters and the closing tag after it."""
         before, *rest = self.end(text)
         if self.mark is None:
             before, rest = f"</{MARK}", [self.gap + text]
-        return (AnyText(MARK, str(before), least, most), *rest)
+        return (AnyText(MARK, str(before), least, most, pattern=pattern), *rest)
 
     def _tag(self, before: str, behind: str) -> tuple[Part, ...]:
         if self.mark is None:
@@ -151,11 +156,11 @@ def _split(
     """Return the plain texts that the schema allows, each with its closing tag, and the schema of
     its other values; None if it has no others.
     """
-    keys = set(value) - _NOTES
+    keys = set(value) - _NOTES - (set() if tags.is_strict else {"format"})
     kinds = value.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if not keys:
-        return [tags.text_to_end("parameter>\n", 0, None)], {"type": _NO_TEXT}
+        return [tags.text_to_end("parameter>\n")], {"type": _NO_TEXT}
     if keys == {"$ref"} and depth < 8:
         target = _target(value["$ref"], whole)
         if isinstance(target, dict):
@@ -168,16 +173,37 @@ def _split(
     if keys and keys <= {"type", "enum", "const"} and keys & {"enum", "const"}:
         return _split_values(value, kinds, tags)
     lengths = [value.get(key) for key in ("minLength", "maxLength")]
+    pattern = _whole_pattern(value.get("pattern", ""))
     if (
         kinds is not None
         and "string" in kinds
-        and keys <= {"type", "minLength", "maxLength"}
+        and keys <= {"type", "minLength", "maxLength", "pattern"}
+        and pattern is not None
         and all(each is None or 0 <= each <= _MAX_TEXT for each in lengths)
     ):
         left = [kind for kind in kinds if kind != "string"]
-        text = tags.text_to_end("parameter>\n", lengths[0] or 0, lengths[1])
+        text = tags.text_to_end("parameter>\n", lengths[0] or 0, lengths[1], pattern)
         return [text], {"type": left} if left else None
     return [], value
+
+
+def _whole_pattern(pattern: str) -> str | None:
+    """Return the pattern of all texts that contain a match of `pattern`; "" for all texts, None if
+    the pattern has anchors within.
+    """
+    if not pattern:
+        return ""
+    inner = pattern.removeprefix("^")
+    is_ended = inner.endswith("$") and not inner.endswith("\\$")
+    inner = inner[:-1] if is_ended else inner
+    is_anchored = pattern.startswith("^") or is_ended
+    bare = re.sub(r"\\.|\[\^", "", inner, flags=re.DOTALL)
+    if "^" in bare or "$" in bare or ("|" in bare and is_anchored):
+        return None
+    before = "" if pattern.startswith("^") else "(?s:.*)"
+    behind = "" if is_ended else "(?s:.*)"
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", inner, flags=re.DOTALL)
+    return f"{before}(?:{escaped}){behind}".replace("\n", "\\n")
 
 
 def _split_values(
