@@ -1,4 +1,5 @@
-"""Request bodies: read within a size limit, with a fair share of the places for incomplete ones.
+"""Request bodies: read and decoded within a size limit, with a fair share of the places for
+incomplete ones.
 
     headers --Bodies--> whole body --Permits--> answered
 
@@ -13,6 +14,8 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import ClientDisconnect, Request
 
+from hadal.core.errors import RequestError
+from hadal.gateway.edge.codings import PIECE_BYTES, decoder_of
 from hadal.gateway.edge.errors import ApiError
 from hadal.policy.admission import share_of
 
@@ -24,8 +27,8 @@ clients often do not read a reply while they are sending; then the connection cl
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body. Raises ApiError 413, 415. Bytes are counted as they arrive: Content-Length
-    may be missing or wrong.
+    """Return the body, decoded. Raises RequestError, ApiError 413, 415. Bytes are counted as they
+    arrive and as they are decoded: Content-Length may be missing or wrong.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -34,28 +37,29 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             f"The content type is {kind[:100]!r}; send 'Content-Type: application/json'.",
             code="unsupported_media_type",
         )
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("", "identity"):
-        raise ApiError(
-            415,
-            f"The content encoding is {coding[:100]!r}; send the body without an encoding.",
-            code="unsupported_media_type",
-        )
+    decoder = decoder_of(request.headers.get("content-encoding", ""))
     chunks: list[bytes] = []
-    num_bytes = 0
+    num_bytes, num_sent = 0, 0
     async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            break
-        chunks.append(chunk)
-    if num_bytes > max_bytes:
-        await discard(request)
-        raise ApiError(
-            413,
-            f"The body is larger than {max_bytes} bytes; send a shorter prompt.",
-            code="body_too_large",
-            headers=_CLOSE,
-        )
+        num_sent += len(chunk)
+        pieces = [chunk] if decoder is None else decoder.pieces(chunk)
+        for piece in pieces:
+            num_bytes += len(piece)
+            if num_bytes > max_bytes:
+                break
+            chunks.append(piece)
+            if decoder is not None and len(piece) == PIECE_BYTES:
+                await asyncio.sleep(0)  # Other requests run while a long body is decoded.
+        if max(num_bytes, num_sent) > max_bytes:
+            await discard(request)
+            raise ApiError(
+                413,
+                f"The body is larger than {max_bytes} bytes; send a shorter prompt.",
+                code="body_too_large",
+                headers=_CLOSE,
+            )
+    if decoder is not None and not decoder.is_complete:
+        raise RequestError(f"The body ends within its {decoder.coding} data; send all of it.")
     return b"".join(chunks)
 
 
