@@ -17,12 +17,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from hadal.core.plans import Grammar
+from hadal.tokens.escapes import GrammarError
+from hadal.tokens.lark import TextGrammar, escaped_lark
 from hadal.tokens.table import TokenTable
 
 if TYPE_CHECKING:
@@ -70,7 +73,8 @@ _QUOTED = re.compile(r"\n<non-verbose/>|\n +\d+ \|.*", re.DOTALL)
 class Json:
     """Part of a call that is a JSON text of this schema."""
 
-    schema: dict[str, Any]
+    schema: dict[str, Any] | TextGrammar
+    """The text's schema; or the grammar of a text that is an object's only value."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,11 @@ def grammar_text(schema: dict[str, Any] | None, *, follows_reasoning: bool) -> s
     """
     rules = [_content_rule(ANY_JSON_OBJECT if schema is None else schema)]
     return _text("content", rules, follows_reasoning)
+
+
+def arguments_text(arguments: dict[str, Any] | TextGrammar) -> str:
+    """Return a grammar of one tool's arguments."""
+    return _text("arguments", [f"arguments: {_arguments_of(arguments)}"], False)
 
 
 def calls_text(
@@ -198,7 +207,7 @@ class _CallRules:
         if isinstance(part, re.Pattern):
             return f"/{part.pattern}/"
         if isinstance(part, Json):
-            return self._named(_json_of(part.schema), "arguments")
+            return self._named(_arguments_of(part.schema), "arguments")
         if isinstance(part, AnyText):
             return self._named(_any_text(part), "TEXT")
         if isinstance(part, OneOf):
@@ -215,20 +224,50 @@ class _CallRules:
 
 def _any_text(part: AnyText) -> str:
     """Return the pattern of a text and its end."""
-    char = f"[^{escaped(part.bars)}]" if part.bars else "(?s:.)"
+    char = f"[^{pattern_of(part.bars)}]" if part.bars else "(?s:.)"
     most = "" if part.most is None else part.most
     count = f"{{{part.least},{most}}}" if part.least or part.most is not None else "*"
-    terms = [f"/{char}{count}/", f"~/(?s:.*){escaped(part.mark)}(?s:.*)/"]
+    terms = [f"/{char}{count}/", f"~/(?s:.*){pattern_of(part.mark)}(?s:.*)/"]
     if part.pattern:
         terms.append(f"/{part.pattern}/")
     if part.without:
-        terms.append(f"~/{'|'.join(map(escaped, part.without))}/")
+        terms.append(f"~/{'|'.join(map(pattern_of, part.without))}/")
     return f"({' & '.join(terms)})" + (f" {json.dumps(part.end)}" if part.end else "")
 
 
-def escaped(text: str) -> str:
+def pattern_of(text: str) -> str:
     """Return the pattern of a text, for use within slashes."""
     return re.sub(r"[][\\.+*?(){}|^$/&~-]", r"\\\g<0>", text).replace("\n", "\\n")
+
+
+def _arguments_of(arguments: dict[str, Any] | TextGrammar) -> str:
+    if not isinstance(arguments, TextGrammar):
+        return _json_of(arguments)
+    gap, name = f"({_OPTIONS['whitespace_pattern']})?", re.escape(json.dumps(arguments.name))
+    begin, end = rf"/\{{{gap}{name}{gap}:{gap}\"/", rf"/\"{gap}\}}/"
+    return f"{begin} %lark {{\n{arguments.escaped}\n}} {end}"
+
+
+def escaped(syntax: str, definition: str) -> str:
+    """Return the Lark grammar of the JSON form of texts that a client's grammar allows (tokens/lark
+    has the syntaxes). Raises GrammarError with llguidance's words. Malicious grammars may take
+    longer than the limits.
+    """
+    is_regex = syntax == "regex"
+    as_grammar = LLMatcher.grammar_from_regex if is_regex else LLMatcher.grammar_from_lark
+    if not is_regex and definition.lstrip().startswith("{"):  # llguidance would read it as JSON.
+        raise GrammarError("a Lark grammar begins with a rule")
+    if (said := complaint(as_grammar(definition))) is not None:
+        raise GrammarError(said)
+    return escaped_lark(syntax, definition, _starts)
+
+
+def _starts(regex: str) -> frozenset[str]:
+    """Return the ASCII characters with which a match of a regex may begin."""
+    limits = LLParserLimits(**_LIMITS)
+    grammar = LLMatcher.grammar_from_regex(regex)
+    mask = LLMatcher(_byte_tokenizer(), grammar, log_level=_SILENT, limits=limits).compute_bitmask()
+    return frozenset(chr(byte) for byte in range(128) if mask[byte // 8] >> byte % 8 & 1)
 
 
 def _json_of(schema: dict[str, Any]) -> str:
@@ -296,6 +335,7 @@ class _AsWrapped:
         return list(text)
 
 
+@cache
 def _byte_tokenizer() -> LLTokenizer:
     special = [_END_OF_BYTES, *MARK_IDS]
     tokens = [*(bytes([byte]) for byte in range(256)), *(b"<%d>" % mark for mark in special)]

@@ -23,7 +23,7 @@ from typing import Any
 
 from hadal.gateway.text.dsml_grammar import MARK, Tags, parameters
 from hadal.gateway.text.tools import Choosing
-from hadal.tokens.grammars import AnyText, CallList, Part, escaped
+from hadal.tokens.grammars import AnyText, CallList, Part, pattern_of
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Dsml:
         tags = Tags(mark_to_id.get(MARK), self.gap)
         blocks = Tags(tags.mark, "")
         first, *rest = blocks.begin(f"{self.block}>\n")
-        begin: tuple[Part, ...] = (re.compile(r"\n{0,2}" + escaped(str(first))), *rest)
+        begin: tuple[Part, ...] = (re.compile(r"\n{0,2}" + pattern_of(str(first))), *rest)
         free = None
         if is_opened and rest:
             begin = (*rest,)
@@ -101,7 +101,7 @@ class Dsml:
 def _after_blank(parts: tuple[Part, ...]) -> tuple[Part, ...]:
     """Return parts that a line break may precede."""
     first, *rest = parts
-    return re.compile(r"\n?" + escaped(str(first))), *rest
+    return re.compile(r"\n?" + pattern_of(str(first))), *rest
 
 
 def _v4_instructions(block: str, gap: str) -> tuple[str, str]:

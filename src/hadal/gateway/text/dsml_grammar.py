@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hadal.tokens.grammars import AnyText, Json, OneOf, Part, Repeated
+from hadal.tokens.lark import TextGrammar
 
 MARK = "｜DSML｜"
 _NOTES = {
@@ -76,8 +77,12 @@ class Tags:
         return (before, self.mark, behind)
 
 
-def parameters(schema: dict[str, Any], tags: Tags) -> tuple[Part, ...]:
-    """Return the rules for arguments that follow an object's schema."""
+def parameters(schema: dict[str, Any] | TextGrammar, tags: Tags) -> tuple[Part, ...]:
+    """Return the rules for arguments that follow an object's schema, or the grammar of the only
+    argument.
+    """
+    if isinstance(schema, TextGrammar):
+        return (Json(schema), "\n")
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     more = schema.get("additionalProperties", True)

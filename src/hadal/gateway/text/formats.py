@@ -23,7 +23,15 @@ from hadal.gateway.text.tools import (
     followed,
     num_schema_bytes,
 )
-from hadal.tokens.grammars import ANY_JSON_OBJECT, MARK_IDS, calls_text, grammar_text
+from hadal.tokens.escapes import GrammarError
+from hadal.tokens.grammars import (
+    ANY_JSON_OBJECT,
+    MARK_IDS,
+    arguments_text,
+    calls_text,
+    grammar_text,
+)
+from hadal.tokens.lark import TextGrammar
 
 CPU_S = 0.25
 """Maximum processor time for checking a grammar. A rank takes as long to build a grammar, and its
@@ -50,6 +58,8 @@ class Formats:
         self._process: ConfinedProcess | None = None
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar and a prefix -> reason why it is not supported; "": it is."""
+        self._escaped_texts: OrderedDict[TextGrammar, str] = OrderedDict()
+        """Grammar of a client -> its JSON form."""
 
     def text(self, wanted: AnswerFormat, *, follows_reasoning: bool, prefix: str = "") -> str:
         """Return the text of the format's grammar. `prefix`: the beginning of the answer. Raises
@@ -98,7 +108,7 @@ class Formats:
             )
             return text, self._check(checked).why
 
-        choosing = self._followed(calls.choosing)
+        choosing = self._followed(self._escaped(calls.choosing))
         text, why = combined(choosing)
         if why and any(tool.schema is not None and not tool.is_strict for tool in choosing.tools):
             text, why = combined(self._strict_only(choosing, why))
@@ -120,7 +130,7 @@ class Formats:
                 tool, why = followed(tool, MAX_HELD_BYTES - num_bytes)
             num_bytes += num_schema_bytes(tool)
             if tool.schema is not None and left_s > 0:
-                why, cpu_s = self._check(grammar_text(tool.schema, follows_reasoning=False))
+                why, cpu_s = self._check(arguments_text(tool.arguments))
                 left_s -= cpu_s
             elif tool.schema is not None:
                 why = f"checking all schemas takes more than {TOOLS_CPU_S:g} s of processor time"
@@ -130,6 +140,28 @@ class Formats:
                 )
             name_to_tool[tool.name] = self._any_object(tool, why) if why else tool
         return replace(choosing, tools=tuple(name_to_tool.values()))
+
+    def _escaped(self, choosing: Choosing) -> Choosing:
+        """Return the tools with their own grammars in the form that calls have. Raises RequestError
+        with the parser's words for a grammar that cannot be followed.
+        """
+        tools = []
+        for tool in choosing.tools:
+            if tool.input is None:
+                tools.append(tool)
+                continue
+            if (escaped := self._escaped_texts.get(tool.input)) is None:
+                try:
+                    escaped = self._confined().escaped(tool.input.syntax, tool.input.definition)
+                except GrammarError as error:
+                    raise RequestError(
+                        f"Invalid grammar for tool {tool.name!r}: {error}.", tool.schema_field
+                    ) from None
+                self._escaped_texts[tool.input] = escaped
+                if len(self._escaped_texts) > _KEPT:
+                    self._escaped_texts.popitem(last=False)
+            tools.append(replace(tool, input=replace(tool.input, escaped=escaped)))
+        return replace(choosing, tools=tuple(tools))
 
     def _strict_only(self, choosing: Choosing, why: str) -> Choosing:
         """Return the tools with the schemas of strict ones only."""
@@ -158,13 +190,16 @@ class Formats:
         if (why := self._checked.get(key)) is not None:
             self._checked.move_to_end(key)
             return Checked(why, 0.0)
-        if self._process is None:
-            self._process = ConfinedProcess("", "formats", cpu_s=CPU_S)
-        found = self._process.check(text, prefix)
+        found = self._confined().check(text, prefix)
         self._checked[key] = found.why
         if len(self._checked) > _KEPT:
             self._checked.popitem(last=False)
         return found
+
+    def _confined(self) -> ConfinedProcess:
+        if self._process is None:
+            self._process = ConfinedProcess("", "formats", cpu_s=CPU_S)
+        return self._process
 
     def close(self) -> None:
         """End the process."""

@@ -35,7 +35,8 @@ from hadal.core.errors import CheckpointError, RequestError
 from hadal.core.framing import U32
 from hadal.gateway.edge.errors import overloaded
 from hadal.gateway.text.template_jinja import parsed
-from hadal.tokens.grammars import complaint
+from hadal.tokens.escapes import GrammarError
+from hadal.tokens.grammars import complaint, escaped
 
 log = logging.getLogger("hadal.gateway")
 
@@ -129,8 +130,17 @@ class ConfinedProcess:
             return Checked(str(error), float(self._limits[0]) + _RESTART_S)
         return Checked(why, float(cpu_s))
 
+    def escaped(self, syntax: str, definition: str) -> str:
+        """Return a client's grammar in its JSON form (tokens/grammars). Raises GrammarError, also
+        if a limit is exceeded, and ApiError as `render` does.
+        """
+        try:
+            return self._answer(["escape", syntax, definition])
+        except _RefusedError as error:
+            raise GrammarError(str(error)) from None
+
     def _answer(self, call: list[Any]) -> str:
-        what = "the process that checks formats" if call[0] == "check" else _OF_TEMPLATE
+        what = _OF_TEMPLATE if call[0] == "render" else "the process that checks formats"
         with self._lock:
             try:
                 try:
@@ -275,6 +285,8 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
                     begun_s = time.process_time()
                     why = complaint(*call[1:]) or ""
                     reply = {"ok": f"{time.process_time() - begun_s:.6f}:{why}"}
+                elif call[0] == "escape":
+                    reply = {"ok": escaped(*call[1:])}
                 else:
                     assert template is not None
                     reply = {"ok": _rendered(template, *call[1:])}

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from hadal.core.errors import RequestError
 from hadal.gateway.text.schemas import check_schema, plain
 from hadal.tokens.grammars import ANY_JSON_OBJECT, CallList, Json, Part
+from hadal.tokens.lark import TextGrammar
 
 MAX_TOOLS = 128
 MAX_HELD_BYTES = 1 << 17
@@ -58,10 +59,16 @@ class Tool:
     """Parameters that a grammar follows: without notes, with all references as plain pointers. None
     for a tool that is not strict before `followed`.
     """
+    input: TextGrammar | None = None
+    """Grammar of the only argument, instead of a schema."""
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Return the schema that a grammar enforces; without one to follow, any JSON object."""
+    def arguments(self) -> dict[str, Any] | TextGrammar:
+        """Return what a grammar enforces: the grammar of the only argument, or a schema; without one
+        to follow, any JSON object.
+        """
+        if self.input is not None:
+            return self.input
         if self.schema is not None:
             return self.schema
         return _NO_ARGUMENTS if self.is_strict else ANY_JSON_OBJECT
@@ -274,13 +281,18 @@ def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def read_tools(given: Sequence[Any], words: ToolWords = CHAT_WORDS) -> tuple[Tool, ...]:
-    """Read a client's tools, as in /chat/completions; errors use `words`. Raises RequestError."""
+def read_tools(
+    given: Sequence[Any], words: ToolWords = CHAT_WORDS, wheres: Sequence[str] = ()
+) -> tuple[Tool, ...]:
+    """Read a client's tools, as in /chat/completions; errors use `words`. `wheres`: path of each
+    tool, if they are not one list. Raises RequestError.
+    """
     if len(given) > MAX_TOOLS:
         raise RequestError(
             f"tools has {len(given)} entries; at most {MAX_TOOLS} are allowed.", "tools"
         )
-    tools = tuple(_read_tool(each, f"tools[{index}]", words) for index, each in enumerate(given))
+    wheres = wheres or [f"tools[{index}]" for index in range(len(given))]
+    tools = tuple(_read_tool(each, at, words) for each, at in zip(given, wheres, strict=True))
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
