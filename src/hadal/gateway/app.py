@@ -95,6 +95,16 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         return Response(
             status_code=204, headers={"Allow": f"{(error.headers or {}).get('Allow', '')}, OPTIONS"}
         )
+    if error.status_code == 405 and "sec-websocket-version" in request.headers:
+        return _refusal(
+            ApiError(
+                426,
+                f"{path} does not support WebSockets; send POST requests over HTTP.",
+                code="upgrade_required",
+                headers={"Upgrade": "HTTP/1.1", "Connection": "Upgrade"},  # RFC 9110, 15.5.22.
+            ),
+            path,
+        )
     if error.status_code == 405:
         return _refusal(
             ApiError(
