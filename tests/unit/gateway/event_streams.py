@@ -112,6 +112,6 @@ def _bare(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(item: dict[str, Any]) -> str:
-    if item["type"] == "function_call":
-        return str(item["arguments"])
-    return "".join(part["text"] for part in item["content"])
+    if item["type"] in ("function_call", "custom_tool_call"):
+        return str(item.get("arguments", item.get("input")))
+    return "".join(part["text"] for part in item.get("content", ()))

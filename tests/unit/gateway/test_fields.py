@@ -57,6 +57,7 @@ API_TO_BODY: dict[str, dict[str, Any]] = {
                 "content": [{"type": "input_text", "text": "hi"}],
                 "output": [{"type": "input_text"}],
                 "summary": [{"type": "summary_text"}],
+                "tools": [{"type": "function", "name": "f"}],
             }
         ],
     },
@@ -229,7 +230,9 @@ VALUES: dict[str, Any] = {
     "reasoning": {"effort": "low"},
     "output_config": {"effort": "low"},
     "response_format.json_schema": {"name": "b", "schema": SCHEMA},
-    "tools[].format": {"definition": "x"},
+    "reasoning.context": "current_turn",
+    "tools[].execution": "client",
+    "tools[].environment": {"type": "local"},
     "stream_options.include_usage": True,
     "stream_options.continuous_usage_stats": True,
     "usage.include": True,
@@ -281,6 +284,7 @@ ELSEWHERE = (
     "thread",
     "tools[].type",
     "tools[].tools",
+    "tools[].format",
     "text.format.type",
     "output_config.format.type",
     "output_format.type",
@@ -301,8 +305,6 @@ def test_what_is_served_asks_for_something(api: str) -> None:
         value = VALUES[path]
         if path == "logprobs" and api == CHAT:
             value = True
-        if path == "tools[].format":
-            body["tools"][0]["type"] = "custom"
         if path == "suffix":
             assert parse(api, {**body, path: value}).suffix == value
             continue

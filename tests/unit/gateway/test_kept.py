@@ -133,11 +133,11 @@ async def test_any_gateway_finds_what_another_keeps(owner: int, asked: int) -> N
     assert await there.bodies_with("other", [item_id]) == []
     assert await there.get("other", response_id) is None
     assert await there.get("t", id_of(owner, 1)) is None
-    assert await there.turns_before("t", response_id) == entry("long").turns
+    assert (await there.before("t", response_id)).turns == entry("long").turns
     assert await there.get("t", response_id, deletes=True) is not None
     assert await there.get("t", response_id) is None
     with pytest.raises(RequestError, match="not stored for this API key"):
-        await there.turns_before("t", response_id)
+        await there.before("t", response_id)
 
 
 async def test_items_of_many_responses_are_not_looked_for() -> None:

@@ -563,20 +563,62 @@ _COMPLETION = (
     _refused("input_prefix input_suffix input_extra", "send prompt and suffix", "llama.cpp"),
 )
 
+_HOSTED = (
+    "external_web_access filters user_location search_context_size search_content_types "
+    "vector_store_ids max_num_results ranking_options container server_label server_url "
+    "server_description connector_id headers authorization allowed_tools "
+    "require_approval action background input_fidelity input_image_mask model "
+    "moderation output_compression output_format partial_images quality size "
+    "return_token_budget image_settings tunnel_id"
+)
+"""Fields of tools that only a provider can run."""
+
 _RESPONSE = (
     _served(
         "input input[].type input[].role input[].content input[].content[].type input[].content[].text"
         " input[].content[].refusal input[].call_id input[].name input[].namespace input[].arguments"
         " input[].input input[].output input[].output[].type input[].output[].text"
-        " input[].output[].refusal input[].id"
+        " input[].output[].refusal input[].output[].stdout input[].output[].stderr"
+        " input[].output[].outcome input[].action input[].operation input[].id"
+    ),
+    _served(
+        "input[].author input[].recipient",
+        "of an agent_message, which is read as the user's",
+        "Codex",
+    ),
+    _served(
+        "input[].encrypted_content",
+        "read if this server wrote it; of another server: ignored and counted",
+    ),
+    _served(
+        "input[].tools input[].tools[].type input[].tools[].name input[].tools[].description"
+        " input[].tools[].parameters input[].tools[].strict input[].tools[].tools"
+        " input[].tools[].format input[].tools[].format.type input[].tools[].format.syntax"
+        " input[].tools[].format.definition input[].tools[].execution input[].tools[].environment"
+        " input[].tools[].defer_loading",
+        "tools of an additional_tools or tool_search_output item: offered from there on",
+        "OpenAI (Codex)",
+    ),
+    _inert("input[].tools[].output_schema input[].tools[].async", "the model reads any output"),
+    _refused(
+        "input[].tools[].allowed_callers", "the model calls directly", "OpenAI", (["direct"],)
     ),
     _served(
         "input[].summary input[].summary[].type input[].summary[].text input[].summary[].refusal"
-        " input[].status",
+        " input[].status input[].execution",
         "listed with the input, but not part of the prompt",
     ),
     _inert(
-        "input[].encrypted_content input[].phase input[].caller input[].content[].annotations"
+        "input[].environment input[].max_output_length input[].created_by",
+        "they tell how the client ran a call",
+    ),
+    _served(
+        "reasoning.context",
+        "current_turn: reasoning before the last user message is left out; otherwise the chat"
+        " template decides",
+    ),
+    _inert(
+        "input[].phase input[].caller input[].content[].annotations"
         " input[].content[].logprobs input[].content[].prompt_cache_breakpoint input[].output[].prompt_cache_breakpoint"
         " input[].internal_chat_message_metadata_passthrough",
         "clients return these fields of earlier replies",
@@ -592,22 +634,21 @@ _RESPONSE = (
         "tools tools[].type tools[].name tools[].description tools[].parameters tools[].strict",
         "functions; tools that only a provider can run are ignored and logged",
     ),
-    _served("tools[].tools", "functions of a namespace", "OpenAI (Codex)"),
-    _served("tools[].format", "grammar of a custom tool's input; it is part of the prompt"),
-    _inert(
-        "tools[].defer_loading tools[].output_schema tools[].async",
-        "all functions are offered at once",
+    _served("tools[].tools", "functions and custom tools of a namespace", "OpenAI (Codex)"),
+    _served(
+        "tools[].format tools[].format.type tools[].format.syntax tools[].format.definition",
+        "a custom tool's input follows this grammar, which is also part of the prompt",
     ),
+    _served(
+        "tools[].defer_loading",
+        "true beside a tool_search of the client: offered once the search found it",
+    ),
+    _served("tools[].execution", "of a tool_search: client; one of a provider is ignored"),
+    _served("tools[].environment", "of a shell: local; one in a provider's container is ignored"),
+    _inert("tools[].output_schema tools[].async", "the model reads any output"),
     _refused("tools[].allowed_callers", "the model calls directly", "OpenAI", (["direct"],)),
     _inert(
-        "tools[].external_web_access tools[].filters tools[].user_location tools[].search_context_size"
-        " tools[].search_content_types tools[].vector_store_ids tools[].max_num_results"
-        " tools[].ranking_options tools[].container tools[].server_label tools[].server_url"
-        " tools[].server_description tools[].connector_id tools[].headers tools[].authorization"
-        " tools[].allowed_tools tools[].require_approval tools[].action tools[].background"
-        " tools[].input_fidelity tools[].input_image_mask tools[].model tools[].moderation"
-        " tools[].output_compression tools[].output_format tools[].partial_images tools[].quality tools[].size"
-        " tools[].return_token_budget tools[].image_settings tools[].tunnel_id",
+        " ".join(f"tools[].{name} input[].tools[].{name}" for name in _HOSTED.split()),
         "they belong to tools that are ignored",
     ),
     _served("text text.format text.format.type text.format.name text.format.schema"),
@@ -617,7 +658,7 @@ _RESPONSE = (
     ),
     _inert("text.format.strict", "output always follows the schema"),
     _served("text.verbosity", "passed to the chat template as a variable"),
-    _served("include", "reasoning.encrypted_content has no effect: reasoning is not encrypted"),
+    _served("include", "reasoning.encrypted_content: reasoning items have a form to send back"),
     _served("truncation", "disabled"),
     _served("top_k", "", "vLLM"),
     _inert("client_metadata", "labels change no reply", "OpenAI (Codex)"),

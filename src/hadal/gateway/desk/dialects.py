@@ -28,6 +28,7 @@ from hadal.gateway.api.responses.request import (
     read_response,
     references_of,
 )
+from hadal.gateway.api.responses.tools import OfferedTools
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.desk import Formatter
 from hadal.gateway.desk.gateway import Gateway
@@ -132,6 +133,7 @@ class ResponseWork(Work):
     asked: ResponsesRequest
     keep: Callable[[bytes, Turn], None] | None
     """Function that stores the finished response; None if it is not to be stored."""
+    tools: OfferedTools
 
 
 class ResponsesDialect:
@@ -141,12 +143,18 @@ class ResponsesDialect:
     paths: tuple[str, ...] = ("/v1/responses", "/responses")
 
     def __init__(
-        self, service: Service, responses: Responses, unix_time: Callable[[], float]
+        self,
+        service: Service,
+        responses: Responses,
+        unix_time: Callable[[], float],
+        count_unreadable: Callable[[int], None],
     ) -> None:
+        """`count_unreadable` counts reasoning items that another server encrypted."""
         self.id_prefix = responses.id_prefix
         self._service = service
         self._responses = responses
         self._unix_time = unix_time
+        self._count_unreadable = count_unreadable
 
     async def parse(self, body: bytes, reply_id: str, tenant: Tenant) -> ResponseWork:
         service, responses = self._service, self._responses
@@ -157,18 +165,22 @@ class ResponsesDialect:
 
         def resolve() -> tuple[ResponseAsk, bytes]:
             known = items_in(bodies, ids, service.limits.max_body_bytes)
-            asked = parse_response(request, known)
+            asked = parse_response(request, known, before.tools)
             return asked, msgspec.json.encode(listed(asked.request.input))
 
         request, ids = await service.off_loop(tenant, read, len(body))
         bodies = await responses.bodies_with(tenant.name, ids) if ids else []
+        before = await responses.before(tenant.name, request.previous_response_id)
         num_named = sum(map(len, bodies))
         asked, items = await service.off_loop(tenant, resolve, len(body) + num_named)
-        before = await responses.turns_before(tenant.name, asked.request.previous_response_id)
-        num_before = sum(turn.num_chars for turn in before) + num_named
-        work = await service.chat(body, reply_id, tenant, lambda _: asked.after(before), num_before)
+        self._count_unreadable(asked.num_unreadable)
+        turns = before.turns
+        num_before = sum(turn.num_chars for turn in turns) + num_named
+        work = await service.chat(body, reply_id, tenant, lambda _: asked.after(turns), num_before)
         keep = responses.keeper(tenant.name, reply_id, before, asked, items)
-        return ResponseWork(work.ask, work.choices, work.num_prompt_tokens, asked.request, keep)
+        return ResponseWork(
+            work.ask, work.choices, work.num_prompt_tokens, asked.request, keep, asked.tools
+        )
 
     def format(self, work: ResponseWork) -> Formatter:
         return partial(
@@ -177,6 +189,7 @@ class ResponsesDialect:
             keep=work.keep,
             sampling=work.choices[0].generation.sampling,
             now=self._unix_time,
+            tools=work.tools,
         )
 
     def describe(self) -> Operation:
@@ -190,5 +203,10 @@ def dialects_of(gateway: Gateway) -> list[Dialect[Any]]:
         ChatDialect(service),
         CompletionDialect(service),
         MessagesDialect(service),
-        ResponsesDialect(service, gateway.responses, gateway.clock.unix_time),
+        ResponsesDialect(
+            service,
+            gateway.responses,
+            gateway.clock.unix_time,
+            gateway.metrics.unreadable_reasoning.inc,
+        ),
     ]

@@ -24,6 +24,7 @@ from hadal.core.errors import RequestError
 from hadal.core.messages.base import FRONT
 from hadal.gateway.api.responses.reply import response_id_of
 from hadal.gateway.api.responses.request import ResponseAsk
+from hadal.gateway.api.responses.tools import ResponseTool
 from hadal.gateway.desk.pages import Pages
 from hadal.gateway.edge.errors import ApiError, overloaded
 from hadal.gateway.text.asks import Turn
@@ -48,6 +49,8 @@ class KeptResponse(msgspec.Struct, frozen=True):
     input: bytes
     """Items of the response's own input, as JSON."""
     turns: tuple[Turn, ...]
+    tools: tuple[ResponseTool, ...] = ()
+    """Tools in items of the conversation, which are still offered when it goes on."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +60,8 @@ class KeptResponse(msgspec.Struct, frozen=True):
             _ENTRY_BYTES
             + len(self.body)
             + len(self.input)
-            + sum(4 * len(turn.content) + 100 for turn in self.turns)
+            + sum(4 * len(turn.content + turn.reasoning) + 100 for turn in self.turns)
+            + len(msgspec.msgpack.encode(self.tools))
             + sum(4 * (len(call.arguments) + len(call.name)) + 200 for call in calls)
         )
 
@@ -174,7 +178,7 @@ class Responses:
         self, tenant: str, response_id: str, part: str = "", *, deletes: bool = False
     ) -> KeptResponse | None:
         """Return a tenant's response from the gateway that keeps it, or None. From another gateway
-        only the field `part` is sent; other fields are empty. `deletes`: also remove it. Raises
+        only the fields named in `part` are sent; other fields are empty. `deletes`: also remove it. Raises
         ApiError 503 if the gateway that keeps it does not answer.
         """
         found = _ID.fullmatch(response_id)
@@ -205,16 +209,16 @@ class Responses:
             )
         return msgspec.msgpack.decode(answer.body, type=KeptResponse) if answer.body else None
 
-    async def turns_before(self, tenant: str, response_id: str | None) -> tuple[Turn, ...]:
-        """Return the conversation up to and including a response; () without an id. Raises
-        RequestError if the response is not kept, and ApiError as `get` does.
+    async def before(self, tenant: str, response_id: str | None) -> KeptResponse:
+        """Return the turns and tools of the conversation up to and including a response; none
+        without an id. Raises RequestError if the response is not kept, and ApiError as `get` does.
         """
         if response_id is None:
-            return ()
-        kept = await self.get(tenant, response_id, "turns")
+            return _NOTHING
+        kept = await self.get(tenant, response_id, "turns,tools")
         if kept is None:
             raise _not_kept(response_id, self.own.keep_s)
-        return kept.turns
+        return kept
 
     async def bodies_with(self, tenant: str, item_ids: Iterable[str]) -> list[bytes]:
         """Return the bodies of kept responses that contain these items. Raises RequestError for
@@ -237,7 +241,7 @@ class Responses:
         self,
         tenant: str,
         response_id: str,
-        before: tuple[Turn, ...],
+        before: KeptResponse,
         asked: ResponseAsk,
         items: bytes,
     ) -> Callable[[bytes, Turn], None] | None:
@@ -246,10 +250,10 @@ class Responses:
         """
         if asked.request.store is False or not self.own.keep_s:
             return None
-        turns = (*before, *asked.chat.turns)
+        turns, tools = (*before.turns, *asked.chat.turns), (*before.tools, *asked.found)
 
         def keep(body: bytes, turn: Turn) -> None:
-            self.own.put(tenant, response_id, KeptResponse(body, items, (*turns, turn)))
+            self.own.put(tenant, response_id, KeptResponse(body, items, (*turns, turn), tools))
 
         return keep
 
@@ -264,8 +268,8 @@ class Responses:
             return error.status, b""
         if response is None:
             return 200, b""
-        # Only the requested field: a conversation may be megabytes.
-        wanted = {part: getattr(response, part)} if part else {}
+        # Only the requested fields: a conversation may be megabytes.
+        wanted = {name: getattr(response, name) for name in filter(None, part.split(","))}
         return 200, msgspec.msgpack.encode(msgspec.structs.replace(_NOTHING, **wanted))
 
 

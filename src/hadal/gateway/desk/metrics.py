@@ -171,6 +171,11 @@ class Metrics:
         )
         for code in _REFUSAL_CODES:
             self.refusals.labels(code)
+        self.unreadable_reasoning = Counter(
+            "hadal_unreadable_reasoning_items",
+            "Reasoning items in requests that another server encrypted; they are passed over.",
+            registry=self._registry,
+        )
         self.output = OutputTokens()
         self._registry.register(self.output)
         if ledger is not None:

@@ -75,6 +75,8 @@ class ReasoningOptions(msgspec.Struct):
     max_tokens: _Count | None = None
     exclude: bool | None = None
     """True: the reply omits its reasoning."""
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    """Field of /v1/responses: turns of which the model reads the reasoning again."""
 
 
 class ThinkingFields(msgspec.Struct, kw_only=True):

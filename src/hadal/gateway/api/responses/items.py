@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -11,59 +11,184 @@ import msgspec
 from hadal.core.errors import RequestError
 from hadal.gateway.api.base import MAX_PARTS
 from hadal.gateway.api.lists import is_ascending, list_page, read_limit
-from hadal.gateway.api.responses.tools import OfferedTools, as_arguments
+from hadal.gateway.api.responses.calls import (
+    CALL_TYPES,
+    FUNCTION,
+    PATCH,
+    SEARCH,
+    STREAMED,
+    arguments_of,
+)
+from hadal.gateway.api.responses.reasoning import opened
+from hadal.gateway.api.responses.tools import (
+    OfferedTools,
+    ResponseTool,
+    ToolSource,
+    offered,
+    shown,
+)
 from hadal.gateway.text.asks import PastCall, Turn
 
 MAX_LISTED = 100
 """Maximum number of items of an input on one page."""
-_TEXTS = ("input_text", "output_text", "text")
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _NO_TOOLS = OfferedTools()
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
-_ITEMS = "message, function_call, custom_tool_call, their outputs, reasoning, item_reference"
+REASONING, MORE_TOOLS, SEARCH_OUTPUT = "reasoning", "additional_tools", "tool_search_output"
+_OUTPUTS = (
+    "function_call_output",
+    "custom_tool_call_output",
+    "local_shell_call_output",
+    "shell_call_output",
+    "apply_patch_call_output",
+    SEARCH_OUTPUT,
+)
+_ITEMS = ", ".join(
+    ("message", "agent_message", REASONING, *CALL_TYPES, *_OUTPUTS, MORE_TOOLS, "item_reference")
+)
 
 
-def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) -> tuple[Turn, ...]:
+@dataclass(frozen=True)
+class ItemTurns:
+    """Items of an input as turns."""
+
+    turns: tuple[Turn, ...]
+    call_to_path: Mapping[str, str] = field(default_factory=dict)
+    """Id of a call that an item answers -> path of that item's id."""
+    num_unreadable: int = 0
+    """Number of reasoning items that another server encrypted; they are passed over."""
+
+
+def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) -> ItemTurns:
     """Return items as turns: calls join an assistant turn just before them. Raises RequestError."""
     if isinstance(items, str):
-        return (Turn("user", items),)
+        return ItemTurns((Turn("user", items),))
     if not items:
         raise RequestError("input is empty; send a text or a list of items.", "input")
-    turns: list[Turn] = []
-    behind: dict[int, list[str]] = {}
-    """Index of a turn -> assistant texts after its calls; they are added to the turn's text."""
+    fold = _TurnFold(tools)
     for index, item in enumerate(items):
-        where = f"input[{index}]"
-        if item.type in ("function_call", "custom_tool_call"):
-            is_custom = item.type == "custom_tool_call"
-            call = PastCall(
-                needed_text(item.call_id, f"{where}.call_id"),
-                tools.flat_of(needed_text(item.name, f"{where}.name"), item.namespace),
-                as_arguments(item.input or "") if is_custom else item.arguments or "{}",
-            )
-            if turns and turns[-1].role == "assistant":
-                turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, call))
-            else:
-                turns.append(Turn("assistant", "", (call,)))
+        fold.add(item, f"input[{index}]")
+    turns = fold.end()
+    if not turns:
+        raise RequestError("input contains no message; send one.", "input")
+    return ItemTurns(turns, fold.call_to_path, fold.num_unreadable)
+
+
+def sources_in(items: str | Sequence[InputItem]) -> list[ToolSource]:
+    """Return the lists of tools in an input: given ones, and results of tool searches."""
+    if isinstance(items, str):
+        return []
+    return [
+        ToolSource(f"input[{index}].tools", item.tools or (), item.type == SEARCH_OUTPUT)
+        for index, item in enumerate(items)
+        if item.type in (MORE_TOOLS, SEARCH_OUTPUT)
+    ]
+
+
+def without_earlier_reasoning(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return the turns without reasoning before the last user's."""
+    last = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=0)
+    return tuple(replace(turn, reasoning="") for turn in turns[:last]) + tuple(turns[last:])
+
+
+class _TurnFold:
+    """Turns of the items so far."""
+
+    def __init__(self, tools: OfferedTools) -> None:
+        self.call_to_path: dict[str, str] = {}
+        self.num_unreadable = 0
+        self._tools = tools
+        self._turns: list[Turn] = []
+        self._reasoning: list[str] = []
+        """Reasoning that belongs to the next assistant turn."""
+        self._behind: dict[int, list[str]] = {}
+        """Index of a turn -> assistant texts after its calls; they are added to the turn's text."""
+
+    def add(self, item: InputItem, where: str) -> None:
+        """Add an item. Raises RequestError."""
+        if item.type in CALL_TYPES:
+            self._add_call(item, where)
         elif item.type in _OUTPUTS:
-            output = _text_of(item.output, f"{where}.output")
-            turns.append(
-                Turn("tool", output, call_id=needed_text(item.call_id, f"{where}.call_id"))
-            )
+            self._add_output(item, where)
         elif item.type == "message":
             turn = Turn(_role_of(item, where), _text_of(item.content, f"{where}.content"))
-            if turn.role == "assistant" and turns and turns[-1].calls:
-                behind.setdefault(len(turns) - 1, []).append(turn.content)
-            else:
-                turns.append(turn)
-        elif item.type != "reasoning":  # Reasoning is left out.
+            self._add_message(turn)
+        elif item.type == "agent_message":
+            said = _text_of(item.content, f"{where}.content")
+            said = f"Message from {item.author} to {item.recipient}:\n{said}"
+            self._add_message(Turn("user", said))
+        elif item.type == REASONING:
+            self._add_reasoning(item)
+        elif item.type != MORE_TOOLS:
             raise RequestError(
                 f"{where}.type is {item.type[:40]!r}; supported: {_ITEMS}.", f"{where}.type"
             )
-    for at, texts in behind.items():
-        turns[at] = replace(turns[at], content="".join((turns[at].content, *texts)))
-    if not turns:
-        raise RequestError("input contains only reasoning; send a message.", "input")
-    return tuple(turns)
+
+    def end(self) -> tuple[Turn, ...]:
+        """Return the turns of all items."""
+        for at, texts in self._behind.items():
+            content = "".join((self._turns[at].content, *texts))
+            self._turns[at] = replace(self._turns[at], content=content)
+        return tuple(self._turns)
+
+    def _add_call(self, item: InputItem, where: str) -> None:
+        kind = CALL_TYPES[item.type]
+        name = needed_text(item.name, f"{where}.name") if kind in STREAMED else kind
+        field = "operation" if kind == PATCH else "action" if kind != SEARCH else "arguments"
+        arguments = arguments_of(
+            kind, item.arguments, item.input, item.operation if kind == PATCH else item.action
+        )
+        if arguments is None:
+            field = "arguments" if kind == FUNCTION else field
+            raise RequestError(
+                f"{where}.{field} is missing or of another type.", f"{where}.{field}"
+            )
+        call_id = needed_text(item.call_id or item.id, f"{where}.call_id")
+        call = PastCall(call_id, self._tools.flat_of(name, item.namespace, kind), arguments)
+        if not self._turns or self._turns[-1].role != "assistant":
+            self._turns.append(Turn("assistant", ""))
+        last = self._with_reasoning(self._turns[-1])
+        self._turns[-1] = replace(last, calls=(*last.calls, call))
+
+    def _add_output(self, item: InputItem, where: str) -> None:
+        call_id = item.call_id or (item.id if item.type == "local_shell_call_output" else None)
+        call_id = needed_text(call_id, f"{where}.call_id")
+        if item.type == SEARCH_OUTPUT:
+            found = offered([ToolSource(f"{where}.tools", item.tools or (), True)])
+            names = [self._tools.flat_of(*name) for name in found.flat_to_name.values()]
+            output = f"Found tools: {', '.join(names)}" if names else "No tool was found."
+        elif item.type == "apply_patch_call_output" and item.output is None:
+            output = item.status or "completed"
+        else:
+            output = _text_of(item.output, f"{where}.output")
+            if item.status == "failed":
+                output = f"failed: {output}"
+        self.call_to_path.setdefault(call_id, f"{where}.call_id")
+        self._turns.append(Turn("tool", output, call_id=call_id))
+        self._reasoning = []
+
+    def _add_message(self, turn: Turn) -> None:
+        if turn.role != "assistant":
+            self._turns.append(turn)
+            self._reasoning = []
+        elif self._turns and self._turns[-1].calls:
+            self._turns[-1] = self._with_reasoning(self._turns[-1])
+            self._behind.setdefault(len(self._turns) - 1, []).append(turn.content)
+        else:
+            self._turns.append(self._with_reasoning(turn))
+
+    def _add_reasoning(self, item: InputItem) -> None:
+        parts = [ItemPart(text=item.content)] if isinstance(item.content, str) else item.content
+        text = "".join(part.text or "" for part in parts) if parts else None
+        if text is None and item.encrypted_content:
+            text = opened(item.encrypted_content)
+            self.num_unreadable += text is None
+        if text:
+            self._reasoning.append(text)
+
+    def _with_reasoning(self, turn: Turn) -> Turn:
+        """Return the turn with the reasoning that came before it."""
+        texts, self._reasoning = self._reasoning, []
+        return replace(turn, reasoning="\n".join(filter(None, (turn.reasoning, *texts))))
 
 
 def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
@@ -77,12 +202,14 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         if item.type == "message" and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
             fields["content"] = [ItemPart(kind, item.content)]
+        if item.tools is not None:
+            fields["tools"] = shown(item.tools)
         if isinstance(content := fields["content"], list):
             fields["content"] = [_listed_part(part) for part in content]
         # Fields that clients' types require are present, even if they were not sent.
         if item.type == "reasoning":
             fields["summary"] = item.summary or []
-        elif item.type != "message" or item.role == "assistant":
+        elif item.type != MORE_TOOLS and (item.type != "message" or item.role == "assistant"):
             fields["status"] = item.status or "completed"
         item_id = item.id or f"item_{index}"
         while item_id in taken:  # Ids may repeat, but pages continue from an id.
@@ -135,6 +262,9 @@ def _text_of(content: str | Sequence[ItemPart] | None, where: str) -> str:
         raise RequestError(f"{where} has more than {MAX_PARTS} parts.", where)
     texts = []
     for index, part in enumerate(content):
+        if isinstance(part, OutputPart) and (part.stdout is not None or part.stderr is not None):
+            texts.append(_shell_text(part))
+            continue
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_TEXTS, "refusal") or text is None:
             raise RequestError(
@@ -145,29 +275,66 @@ def _text_of(content: str | Sequence[ItemPart] | None, where: str) -> str:
     return "".join(texts)
 
 
+def _shell_text(part: OutputPart) -> str:
+    """Return the output of one of a shell's commands as a text, with the way in which it ended."""
+    outcome = part.outcome or {}
+    end = (
+        "timed out" if outcome.get("type") == "timeout" else f"exit code {outcome.get('exit_code')}"
+    )
+    return "".join(
+        text if text.endswith("\n") else f"{text}\n"
+        for text in (part.stdout, part.stderr, f"[{end}]")
+        if text
+    )
+
+
 class ItemPart(msgspec.Struct, omit_defaults=True):
     """Part of a content, an output or a summary: input_text, output_text, text, refusal ..."""
 
-    type: str
+    type: str = ""
     text: str | None = None
     refusal: str | None = None
 
 
+class OutputPart(ItemPart):
+    """Part of a call's output: of a content's types, or the output of one of a shell's commands,
+    which has no type.
+    """
+
+    stdout: str | None = None
+    stderr: str | None = None
+    outcome: dict[str, Any] | None = None
+
+
 class InputItem(msgspec.Struct):
-    """Item of a conversation: a "message", a "function_call" or "custom_tool_call" and its output,
-    "reasoning", or an "item_reference" to an item of a response. Without a type it is a message.
+    """Item of a conversation: a message, a call or its output, reasoning, tools, or an
+    "item_reference" to an item of a response. Without a type it is a message.
     """
 
     type: str = "message"
     role: str | None = None
+    author: str | None = None
+    """Agent that sent an agent_message, which Codex's agents send each other."""
+    recipient: str | None = None
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: Any = None
+    """Arguments of a call: a text, but a tool search has an object."""
     input: str | None = None
     """Input of a custom tool's call."""
-    output: str | list[ItemPart] | None = None
+    action: dict[str, Any] | None = None
+    """Commands of a shell's call."""
+    operation: dict[str, Any] | None = None
+    """Change of a file, of a call of apply_patch."""
+    output: str | list[OutputPart] | None = None
     summary: list[ItemPart] | None = None
+    encrypted_content: str | None = None
+    """Reasoning, if its content is not sent."""
+    tools: list[ResponseTool] | None = None
+    """Tools that are offered from this item on."""
+    execution: str | None = None
+    """Side that runs a tool search: "client" or "server"."""
     status: str | None = None
     id: str | None = None

@@ -11,25 +11,43 @@ import msgspec
 from hadal.core.plans import Sampling
 from hadal.gateway.api.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.api.reply import KEEP_ALIVE, Head, Outcome, Usage
-from hadal.gateway.api.responses.request import ResponsesRequest, TextFormat, TextOptions
-from hadal.gateway.api.responses.tools import as_input, offered, shown
+from hadal.gateway.api.responses.calls import (
+    CUSTOM,
+    STREAMED,
+    TYPE_TO_PREFIX,
+    InputReader,
+    as_input,
+    call_fields,
+)
+from hadal.gateway.api.responses.reasoning import sealed
+from hadal.gateway.api.responses.request import (
+    ENCRYPTED,
+    ResponsesRequest,
+    TextFormat,
+    TextOptions,
+)
+from hadal.gateway.api.responses.tools import OfferedTools, shown
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.asks import PastCall, Turn
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.thinking import ReasoningOptions
 from hadal.gateway.text.vocabulary import Vocabulary
 
+_NO_TOOLS = OfferedTools()
 INCOMPLETE = {"length": "max_output_tokens"}
 _encode = msgspec.json.Encoder().encode
 
 
 def turn_of(parts: Sequence[ReplyPart]) -> Turn:
     """Return the assistant's turn, for continuing the conversation."""
-    text = "".join(part.text for part in parts if part.kind is PartKind.TEXT)
+    text, reasoning = (
+        "".join(part.text for part in parts if part.kind is kind)
+        for kind in (PartKind.TEXT, PartKind.REASONING)
+    )
     calls = (
         PastCall(part.call_id, part.name, part.text) for part in parts if part.kind is PartKind.CALL
     )
-    return Turn("assistant", text, tuple(calls))
+    return Turn("assistant", text, tuple(calls), reasoning=reasoning)
 
 
 class ResponseFormatter:
@@ -45,17 +63,21 @@ class ResponseFormatter:
         keep: Callable[[bytes, Turn], None] | None,
         sampling: Sampling,
         now: Callable[[], float],
+        tools: OfferedTools = _NO_TOOLS,
     ) -> None:
         """`keep` is called with the response and its turn before the client receives the response;
         None: do not store it. `sampling`: the effective options, including the model's defaults.
+        `tools`: those that the model is offered.
         """
         self._head = head
         self._asked = asked
         self._keep = keep
         self._sampling = sampling
         self._now = now
-        self._tools = offered(asked.tools or [])
+        self._tools = tools
         self._fold = PartFold()
+        self._reader = InputReader()
+        """Reader of the input of the custom tool's call that is open."""
         self._finish: str | None = None
         self._num_events = 0
 
@@ -106,74 +128,93 @@ class ResponseFormatter:
         return [self._item(part, status if part is parts[-1] else "completed") for part in parts]
 
     def _item(self, part: ReplyPart, status: str, *, is_empty: bool = False) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": self._item_id(part), "status": status}
+        text = "" if is_empty else part.text
         if part.kind is PartKind.CALL:
-            call = self._tools.name_of(part.name)
-            item |= {"call_id": part.call_id, "name": call.name}
-            if call.namespace:
-                item["namespace"] = call.namespace
-            text = "" if is_empty else part.text
-            if call.is_custom:
-                return item | {"type": "custom_tool_call", "input": as_input(text)}
-            return item | {"type": "function_call", "arguments": text}
-        content = [] if is_empty else [_content_of(part.kind, part.text)]
-        if part.kind is PartKind.REASONING:
-            return item | {"type": "reasoning", "summary": [], "content": content}
-        return item | {"type": "message", "role": "assistant", "content": content}
+            fields = call_fields(self._tools.name_of(part.name), text)
+            fields["call_id"] = part.call_id
+        elif part.kind is PartKind.REASONING:
+            content = [] if is_empty else [_content_of(part.kind, text)]
+            fields = {"type": "reasoning", "summary": [], "content": content}
+            if ENCRYPTED in (self._asked.include or ()):
+                fields["encrypted_content"] = None if is_empty else sealed(text)
+        else:
+            content = [] if is_empty else [_content_of(part.kind, text)]
+            fields = {"type": "message", "role": "assistant", "content": content}
+        return {"id": self._item_id(part, fields["type"]), "status": status, **fields}
 
-    def _item_id(self, part: ReplyPart) -> str:
+    def _item_id(self, part: ReplyPart, kind: str) -> str:
         """Return the part's item id, from which `response_id_of` computes the response's id."""
-        is_custom = part.kind is PartKind.CALL and self._tools.name_of(part.name).is_custom
-        prefix = "ctc" if is_custom else _PREFIXES[part.kind]
+        prefix = TYPE_TO_PREFIX[kind]
         return f"{prefix}_{self._head.id.removeprefix('resp_')}{part.index:04x}"
 
     def _events(self, change: PartChange) -> bytes:
-        part, kind = change.part, change.part.kind
-        at = {"item_id": self._item_id(part), "output_index": part.index}
-        inner = {**at, "content_index": 0}
+        """Return the events of a part's change. A call with an item type of its own is an item only
+        once its arguments are complete.
+        """
+        part = change.part
+        if part.kind is PartKind.CALL:
+            call = self._tools.name_of(part.name)
+            if call.kind in STREAMED:
+                return self._call_events(change, is_custom=call.kind == CUSTOM)
+            if change.stage is not PartStage.ENDED:
+                return b""
+            if call_fields(call, part.text)["type"] != "function_call":
+                return self._added(part, is_empty=False) + self._done(part)
+            grown = PartChange(PartStage.GROWN, part, part.text)
+            return self._added(part) + b"".join(
+                self._call_events(each, is_custom=False) for each in (grown, change)
+            )
         if change.stage is PartStage.BEGUN:
-            item = self._item(part, "in_progress", is_empty=True)
-            data = self._event("response.output_item.added", output_index=part.index, item=item)
-            if kind is not PartKind.CALL:
-                part_begun = _content_of(kind, "")
-                data += self._event("response.content_part.added", **inner, part=part_begun)
-            return data
+            data = self._added(part)
+            begun = _content_of(part.kind, "")
+            return data + self._event("response.content_part.added", **self._at(part), part=begun)
+        name = "reasoning_text" if part.kind is PartKind.REASONING else "output_text"
+        more: dict[str, Any] = {} if part.kind is PartKind.REASONING else {"logprobs": []}
         if change.stage is PartStage.GROWN:
-            if kind is PartKind.REASONING:
-                return self._event("response.reasoning_text.delta", **inner, delta=change.text)
-            if kind is PartKind.TEXT:
-                return self._event(
-                    "response.output_text.delta", **inner, delta=change.text, logprobs=[]
-                )
-            if self._tools.name_of(part.name).is_custom:
-                return b""  # The text is known only once its JSON is complete.
-            return self._event("response.function_call_arguments.delta", **at, delta=change.text)
-        text = part.text
-        if kind is PartKind.REASONING:
-            data = self._event("response.reasoning_text.done", **inner, text=text)
-        elif kind is PartKind.TEXT:
-            data = self._event("response.output_text.done", **inner, text=text, logprobs=[])
-        else:
-            data = self._call_done(part, at)
-        if kind is not PartKind.CALL:
-            whole = _content_of(kind, text)
-            data += self._event("response.content_part.done", **inner, part=whole)
+            return self._event(
+                f"response.{name}.delta", **self._at(part), delta=change.text, **more
+            )
+        text, whole = part.text, _content_of(part.kind, part.text)
+        data = self._event(f"response.{name}.done", **self._at(part), text=text, **more)
+        data += self._event("response.content_part.done", **self._at(part), part=whole)
+        return data + self._done(part)
+
+    def _call_events(self, change: PartChange, *, is_custom: bool) -> bytes:
+        """Return the events of a call with streamed arguments or a streamed input."""
+        part = change.part
+        if change.stage is PartStage.BEGUN:
+            self._reader = InputReader()
+            return self._added(part)
+        kind = "custom_tool_call_input" if is_custom else "function_call_arguments"
+        item_type = "custom_tool_call" if is_custom else "function_call"
+        at = {"item_id": self._item_id(part, item_type), "output_index": part.index}
+        if change.stage is PartStage.GROWN:
+            text = self._reader.feed(change.text) if is_custom else change.text
+            return self._event(f"response.{kind}.delta", **at, delta=text) if text else b""
+        if not is_custom:
+            name = self._tools.name_of(part.name).name
+            data = self._event(f"response.{kind}.done", **at, name=name, arguments=part.text)
+            return data + self._done(part)
+        text = as_input(part.text)
+        rest = self._reader.rest() if self._reader.is_input else text
+        data = self._event(f"response.{kind}.delta", **at, delta=rest) if rest else b""
+        return data + self._event(f"response.{kind}.done", **at, input=text) + self._done(part)
+
+    def _at(self, part: ReplyPart) -> dict[str, Any]:
+        """Return the place of a part's content."""
+        kind = "reasoning" if part.kind is PartKind.REASONING else "message"
+        place = {"item_id": self._item_id(part, kind), "output_index": part.index}
+        return {**place, "content_index": 0}
+
+    def _added(self, part: ReplyPart, *, is_empty: bool = True) -> bytes:
+        item = self._item(part, "in_progress", is_empty=is_empty)
+        return self._event("response.output_item.added", output_index=part.index, item=item)
+
+    def _done(self, part: ReplyPart) -> bytes:
         # Parts before the last one are complete, even if all arrived in one piece.
         is_cut = part is self._fold.parts[-1] and (self._finish or "") in INCOMPLETE
-        status = "incomplete" if is_cut else "completed"
-        return data + self._event(
-            "response.output_item.done", output_index=part.index, item=self._item(part, status)
-        )
-
-    def _call_done(self, part: ReplyPart, at: dict[str, Any]) -> bytes:
-        call = self._tools.name_of(part.name)
-        if call.is_custom:
-            text, event = as_input(part.text), "response.custom_tool_call_input"
-            data = self._event(f"{event}.delta", **at, delta=text)
-            return data + self._event(f"{event}.done", **at, input=text)
-        return self._event(
-            "response.function_call_arguments.done", **at, name=call.name, arguments=part.text
-        )
+        item = self._item(part, "incomplete" if is_cut else "completed")
+        return self._event("response.output_item.done", output_index=part.index, item=item)
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
@@ -185,7 +226,7 @@ class ResponseFormatter:
     ) -> dict[str, Any]:
         asked, sampling = self._asked, self._sampling
         reasoning = asked.reasoning or ReasoningOptions()
-        format = (asked.text or TextOptions()).format
+        text = asked.text or TextOptions()
         return {
             "id": self._head.id,
             "object": "response",
@@ -206,12 +247,16 @@ class ResponseFormatter:
             "presence_penalty": sampling.presence_penalty,
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": None,
-            "reasoning": {"effort": reasoning.effort, "summary": None},
+            "reasoning": {
+                "effort": reasoning.effort,
+                "summary": None,
+                "context": reasoning.context or "auto",
+            },
             "safety_identifier": None,
             "service_tier": "default",
             "store": self._keep is not None,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"} if format is None else _format_fields(format)},
+            "text": _text_fields(text),
             "tool_choice": _choice_fields(asked.tool_choice),
             "tools": shown(asked.tools or []),
             "top_logprobs": 0,
@@ -221,14 +266,20 @@ class ResponseFormatter:
         }
 
 
-_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
-_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_(\d{1,3}_[0-9a-f]{32})[0-9a-f]{4}")
+_ITEM_ID = re.compile(
+    rf"(?:{'|'.join(TYPE_TO_PREFIX.values())})_(\d{{1,3}}_[0-9a-f]{{32}})[0-9a-f]{{4}}"
+)
 
 
 def response_id_of(item_id: str) -> str | None:
     """Return the id of the response that contains an item; None for a foreign id."""
     match = _ITEM_ID.fullmatch(item_id)
     return None if match is None else f"resp_{match[1]}"
+
+
+def _text_fields(text: TextOptions) -> dict[str, Any]:
+    format = {"type": "text"} if text.format is None else _format_fields(text.format)
+    return {"format": format} | ({"verbosity": text.verbosity} if text.verbosity else {})
 
 
 def _format_fields(format: TextFormat) -> dict[str, Any]:
@@ -238,10 +289,13 @@ def _format_fields(format: TextFormat) -> dict[str, Any]:
     return fields
 
 
+_CHOICE_FIELDS = ("type", "name", "namespace", "mode", "tools")
+
+
 def _choice_fields(choice: Any) -> Any:
     """Return `tool_choice` without unknown fields."""
     if isinstance(choice, dict):
-        return {"type": "function", "name": choice.get("name")}
+        return {name: choice[name] for name in _CHOICE_FIELDS if name in choice}
     return choice or "auto"
 
 

@@ -2,8 +2,8 @@
 
     input items --ResponsesRequest--> ResponseAsk --> ChatAsk       Piece --PartFold--> output items
 
-A conversation is a list of items: messages, function calls, their results, and reasoning, which is
-left out of prompts. A request can continue a kept response (gateway/desk/kept) by its id, as the
+A conversation is a list of items: messages, reasoning, calls, their results, and tools that are
+offered from there on. A request can continue a kept response (gateway/desk/kept) by its id, as the
 whole conversation is kept with it. A request may also reference single output items of a kept
 response instead of sending them. Independent of tokens, sockets and clocks.
 """
@@ -11,7 +11,7 @@ response instead of sending them. Independent of tokens, sockets and clocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -32,12 +32,27 @@ from hadal.gateway.api.base import (
 from hadal.gateway.api.decoding import NO_SCHEMA, decode
 from hadal.gateway.api.field_table import RESPONSE
 from hadal.gateway.api.fields import check_fields
-from hadal.gateway.api.responses.items import InputItem, needed_text, turns_of
-from hadal.gateway.api.responses.tools import TOOL_WORDS, ResponseTool, choice_of, offered
+from hadal.gateway.api.responses.items import (
+    InputItem,
+    needed_text,
+    sources_in,
+    turns_of,
+    without_earlier_reasoning,
+)
+from hadal.gateway.api.responses.tools import (
+    TOOL_WORDS,
+    OfferedTools,
+    ResponseTool,
+    ToolSource,
+    offered,
+    read_tool_choice,
+)
 from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, Rendering, Turn
-from hadal.gateway.text.thinking import read_thinking
-from hadal.gateway.text.tools import read_choice, read_tools
+from hadal.gateway.text.thinking import ReasoningOptions, read_thinking
+from hadal.gateway.text.tools import Choosing, read_choice, read_tools
 
+ENCRYPTED = "reasoning.encrypted_content"
+"""Value of `include`: reasoning items have their text in a form that clients send back."""
 REFERENCE = "item_reference"
 """Type of an item that references another."""
 
@@ -86,9 +101,20 @@ class ResponseAsk:
 
     request: ResponsesRequest
     chat: ChatAsk
+    tools: OfferedTools = field(default_factory=OfferedTools)
+    call_to_path: Mapping[str, str] = field(default_factory=dict)
+    """Id of a call that an item of the input answers -> path of that item's id."""
+    num_unreadable: int = 0
+    """Number of reasoning items that another server encrypted; they are passed over."""
+
+    @property
+    def found(self) -> tuple[ResponseTool, ...]:
+        """Return the tools in the request's items: they stay when the conversation goes on."""
+        return tuple(tool for each in sources_in(self.request.input) for tool in each.tools)
 
     def after(self, turns: tuple[Turn, ...]) -> ChatAsk:
         """Return the chat with earlier `turns` before the request's input. Raises RequestError."""
+        self._check_calls(turns)
         instructions = self.request.instructions
         first = (Turn("system", instructions),) if instructions else ()
         whole = (*first, *turns, *self.chat.turns)
@@ -97,7 +123,22 @@ class ResponseAsk:
                 f"The conversation has {len(whole)} messages; at most {MAX_MESSAGES} are allowed.",
                 "input",
             )
+        if (self.request.reasoning or ReasoningOptions()).context == "current_turn":
+            whole = without_earlier_reasoning(whole)
         return replace(self.chat, turns=whole)
+
+    def _check_calls(self, turns: tuple[Turn, ...]) -> None:
+        """Raise RequestError for an output of a call that the conversation does not have before."""
+        known: set[str] = set()
+        for turn in (*turns, *self.chat.turns):
+            known.update(call.id for call in turn.calls)
+            if turn.call_id in self.call_to_path and turn.call_id not in known:
+                path = self.call_to_path[turn.call_id]
+                raise RequestError(
+                    f"{path}: no earlier item is a call with the id {turn.call_id[:80]!r}; send the call"
+                    " before its output.",
+                    path,
+                )
 
 
 def read_response(body: bytes) -> ResponsesRequest:
@@ -160,8 +201,14 @@ def items_in(bodies: Sequence[bytes], ids: Sequence[str], max_bytes: int) -> dic
     return found
 
 
-def parse_response(request: ResponsesRequest, known: Mapping[str, InputItem]) -> ResponseAsk:
-    """Check a request; `known`: id -> item that it may reference. Raises RequestError."""
+def parse_response(
+    request: ResponsesRequest,
+    known: Mapping[str, InputItem],
+    found: Sequence[ResponseTool] = (),
+) -> ResponseAsk:
+    """Check a request; `known`: id -> item that it may reference, `found`: tools in items of the
+    conversation before. Raises RequestError.
+    """
     if not isinstance(request.input, str):
         items = [_referred(item, index, known) for index, item in enumerate(request.input)]
         request = msgspec.structs.replace(request, input=items)
@@ -169,13 +216,14 @@ def parse_response(request: ResponsesRequest, known: Mapping[str, InputItem]) ->
     text = request.text or TextOptions()
     verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
     thinking = read_thinking(request, variables=verbosity)
-    tools = offered(request.tools or [])
-    choosing = read_choice(
-        choice_of(request.tool_choice, tools),
-        read_tools(tools.given, TOOL_WORDS),
-        request.parallel_tool_calls,
-        TOOL_WORDS,
-    )
+    sources = [
+        ToolSource("tools", request.tools or ()),
+        ToolSource("previous_response_id.tools", found, is_found=True),
+        *sources_in(request.input),
+    ]
+    tools = offered(sources)
+    choosing = _choosing(request, tools)
+    read = turns_of(request.input, tools)
     format = _format_of(text)
     common = Common(
         model=request.model,
@@ -190,13 +238,28 @@ def parse_response(request: ResponsesRequest, known: Mapping[str, InputItem]) ->
     )
     chat = ChatAsk(
         ask,
-        turns_of(request.input, tools),
+        read.turns,
         Rendering(thinking.is_on, thinking.template_kwargs, choosing),
         budget=thinking.budget,
         budget_field=thinking.budget_field,
         switch_field=thinking.switch_field,
     )
-    return ResponseAsk(request, chat)
+    return ResponseAsk(request, chat, tools, read.call_to_path, read.num_unreadable)
+
+
+def _choosing(request: ResponsesRequest, tools: OfferedTools) -> Choosing:
+    """Return the tools that the reply may call. Raises RequestError."""
+    given = read_tools(tools.given, TOOL_WORDS, tools.wheres)
+    held = tuple(
+        tool
+        if grammar is None
+        else replace(tool, input=grammar, schema_field=f"{where}.format.definition")
+        for tool, grammar, where in zip(given, tools.grammars, tools.wheres, strict=True)
+    )
+    choice, allowed = read_tool_choice(request.tool_choice, tools)
+    if allowed is not None:
+        held = tuple(tool for tool in held if tool.name in allowed)
+    return read_choice(choice, held, request.parallel_tool_calls, TOOL_WORDS)
 
 
 def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> InputItem:
@@ -220,7 +283,7 @@ def _check_options(request: ResponsesRequest) -> None:
             "truncation",
         )
     for entry in request.include or ():
-        if entry != "reasoning.encrypted_content":  # No effect: reasoning is not encrypted here.
+        if entry != ENCRYPTED:
             raise RequestError(
                 f"include: {entry[:64]!r} is not supported; leave it out.", "include"
             )
