@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from openai import OpenAI
 from openai.types.responses import ResponseOutputItem
 from pydantic import TypeAdapter
 
@@ -27,6 +28,7 @@ from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.tools import FORMATS, CallDelta, Choosing, ToolFormat
 from hadal.tokens.grammars import escaped
 from hadal.tokens.lark import TextGrammar
+from tests.waiting import DEADLINE_S
 
 from .event_streams import named_events, response_of
 from .scenes import error_of, scene
@@ -562,6 +564,9 @@ def test_arguments_of_another_form_are_not_lost(arguments: str) -> None:
     [
         ("shell", '{"commands": "ls"}'),
         ("local_shell", "{}"),
+        ("tool_search", '{"query": "\\ud800"}'),
+        ("tool_search", '["query"]'),
+        ("shell", '{"commands": ["\\udc00"]}'),
         ("apply_patch", '{"operation": {"type": "create_file", "path": "a"}}'),
     ],
 )
@@ -661,6 +666,31 @@ def _is_allowed(name: str, text: str) -> bool:
             return False
         text = shorter
     return re.fullmatch(r'[0-9"\\](\+[0-9"\\])*\n?', text) is not None
+
+
+def test_openai_s_client_reads_calls_of_all_types() -> None:
+    operation = {"type": "create_file", "path": "a", "diff": "+b"}
+    calls = [
+        ("local_shell", {"command": ["ls"]}),
+        ("shell", {"commands": ["ls"]}),
+        ("apply_patch", {"operation": operation}),
+        ("n__run", {"input": 'a\n"'}),
+        ("tool_search", {"row": 1}),
+    ]
+    text = written(V31, *((name, json.dumps(arguments)) for name, arguments in calls))
+    with tool_model() as model, serving(model, says(lambda prompt: text)) as it:
+        client = OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        asked: dict[str, Any] = {"model": "small", "input": "Hi.", "tools": ALL_TOOLS}
+        with client, client.responses.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_response()
+        assert kinds[-1] == "response.completed"
+        assert "response.custom_tool_call_input.delta" in kinds
+        local, shell, patch, custom, search = final.output
+        assert (local.action.command, shell.action.commands) == (["ls"], ["ls"])
+        assert patch.operation.to_dict() == operation
+        assert (custom.namespace, custom.name, custom.input) == ("n", "run", 'a\n"')
+        assert search.arguments == {"row": 1}
 
 
 # ---- connections ----

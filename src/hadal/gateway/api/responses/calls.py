@@ -19,6 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 CUSTOM, FUNCTION, SEARCH = "custom", "function", "tool_search"
 LOCAL_SHELL, SHELL, PATCH = "local_shell", "shell", "apply_patch"
 INPUT = "input"
@@ -183,7 +185,7 @@ def arguments_of(
 
 def _object_in(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        found = msgspec.json.decode(text)  # Other than json it refuses halves of surrogate pairs.
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
