@@ -320,7 +320,8 @@ def test_forced_calls_are_the_same_in_all_formats(borrow: StartServer, caller: P
         ],
         **more,
     ).json()
-    output = {"type": "function_call_output", "call_id": item["call_id"], "output": result}
+    call_id = response["output"][0]["call_id"]
+    output = {"type": "function_call_output", "call_id": call_id, "output": result}
     gone_on = post(
         *("/v1/responses",),
         **{"input": [output], "previous_response_id": response["id"], "max_output_tokens": 12},
