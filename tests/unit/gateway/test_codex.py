@@ -347,10 +347,14 @@ async def test_found_tools_are_there_in_the_next_response() -> None:
 def test_a_message_of_another_agent_is_read_as_the_user_s() -> None:
     part = {"type": "input_text", "text": "Done."}
     item = {"type": "agent_message", "author": "/root/a", "recipient": "/root", "content": [part]}
-    (turn,) = turns_of(item)
-    assert turn == Turn("user", "Message from /root/a to /root:\nDone.")
+    assert turns_of(item) == (Turn("user", "Done."),)
+    for text, read, num_unreadable in (("Say hi.", "Done.Say hi.", 0), ("gAAAAABx", "Done.", 1)):
+        more = {"type": "encrypted_content", "encrypted_content": text}
+        asked = parse({**item, "content": [part, more]})
+        assert asked.chat.turns[-1] == Turn("user", read)
+        assert asked.num_unreadable == num_unreadable
     with pytest.raises(RequestError) as caught:
-        turns_of({**item, "content": [{"type": "encrypted_content", "encrypted_content": "x"}]})
+        turns_of({**item, "content": [{"type": "input_image", "image_url": "x"}]})
     assert caught.value.param == "input[1].content[0]"
 
 
@@ -402,7 +406,7 @@ async def test_the_count_is_exported(model: Any) -> None:
         items = [USER, reasoning(None, encrypted_content="x"), message("user", "u")]
         await it.client.post("/v1/responses", json={"model": "small", "input": items})
         metrics = (await it.client.get("/metrics")).text
-        assert "hadal_unreadable_reasoning_items_total 1.0" in metrics
+        assert "hadal_unreadable_items_total 1.0" in metrics
 
 
 def test_the_context_of_reasoning() -> None:
@@ -420,7 +424,7 @@ def test_the_context_of_reasoning() -> None:
 
 
 async def test_reasoning_comes_in_a_form_that_comes_back(model: Any) -> None:
-    """Codex drops the text of a reasoning item, and sends its `encrypted_content` back."""
+    """Versions of Codex drop the text of an item, and send its `encrypted_content` back."""
     asked = {"model": "small", "input": "2 + 2?", "include": ["reasoning.encrypted_content"]}
     async with scene(model) as it:
         whole = (await it.client.post("/v1/responses", json=asked)).json()

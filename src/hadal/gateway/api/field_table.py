@@ -582,8 +582,8 @@ _RESPONSE = (
         " input[].output[].outcome input[].action input[].operation input[].id"
     ),
     _served(
-        "input[].author input[].recipient",
-        "of an agent_message, which is read as the user's",
+        "input[].content[].encrypted_content",
+        "of an agent_message, which is read as the user's: its text",
         "Codex",
     ),
     _served(
@@ -605,7 +605,7 @@ _RESPONSE = (
     ),
     _served(
         "input[].summary input[].summary[].type input[].summary[].text input[].summary[].refusal"
-        " input[].status input[].execution",
+        " input[].status input[].execution input[].author input[].recipient",
         "listed with the input, but not part of the prompt",
     ),
     _inert(

@@ -149,7 +149,7 @@ class ResponsesDialect:
         unix_time: Callable[[], float],
         count_unreadable: Callable[[int], None],
     ) -> None:
-        """`count_unreadable` counts reasoning items that another server encrypted."""
+        """`count_unreadable` counts texts that another server encrypted."""
         self.id_prefix = responses.id_prefix
         self._service = service
         self._responses = responses
@@ -207,6 +207,6 @@ def dialects_of(gateway: Gateway) -> list[Dialect[Any]]:
             service,
             gateway.responses,
             gateway.clock.unix_time,
-            gateway.metrics.unreadable_reasoning.inc,
+            gateway.metrics.unreadable.inc,
         ),
     ]

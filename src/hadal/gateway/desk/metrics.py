@@ -171,9 +171,9 @@ class Metrics:
         )
         for code in _REFUSAL_CODES:
             self.refusals.labels(code)
-        self.unreadable_reasoning = Counter(
-            "hadal_unreadable_reasoning_items",
-            "Reasoning items in requests that another server encrypted; they are passed over.",
+        self.unreadable = Counter(
+            "hadal_unreadable_items",
+            "Reasoning and messages in requests that another server encrypted; they are passed over.",
             registry=self._registry,
         )
         self.output = OutputTokens()

@@ -19,7 +19,7 @@ from hadal.gateway.api.responses.calls import (
     STREAMED,
     arguments_of,
 )
-from hadal.gateway.api.responses.reasoning import opened
+from hadal.gateway.api.responses.reasoning import is_encrypted, opened
 from hadal.gateway.api.responses.tools import (
     OfferedTools,
     ResponseTool,
@@ -55,7 +55,7 @@ class ItemTurns:
     call_to_path: Mapping[str, str] = field(default_factory=dict)
     """Id of a call that an item answers -> path of that item's id."""
     num_unreadable: int = 0
-    """Number of reasoning items that another server encrypted; they are passed over."""
+    """Number of texts that another server encrypted; they are passed over."""
 
 
 def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) -> ItemTurns:
@@ -113,9 +113,7 @@ class _TurnFold:
             turn = Turn(_role_of(item, where), _text_of(item.content, f"{where}.content"))
             self._add_message(turn)
         elif item.type == "agent_message":
-            said = _text_of(item.content, f"{where}.content")
-            said = f"Message from {item.author} to {item.recipient}:\n{said}"
-            self._add_message(Turn("user", said))
+            self._add_agent_message(item, where)
         elif item.type == REASONING:
             self._add_reasoning(item)
         elif item.type != MORE_TOOLS:
@@ -176,8 +174,24 @@ class _TurnFold:
         else:
             self._turns.append(self._with_reasoning(turn))
 
+    def _add_agent_message(self, item: InputItem, where: str) -> None:
+        """Add a message of another agent of the client. Its encrypted part is the text that a model
+        gave to a call, which only the client's own provider encrypts.
+        """
+        parts = item.content if isinstance(item.content, list) else []
+        given = [
+            ContentPart("input_text", part.encrypted_content)
+            if part.encrypted_content is not None and not is_encrypted(part.encrypted_content)
+            else part
+            for part in parts
+        ]
+        kept = [part for part in given if part.encrypted_content is None]
+        self.num_unreadable += len(given) - len(kept)
+        text = _text_of(kept if parts else item.content, f"{where}.content")
+        self._add_message(Turn("user", text))
+
     def _add_reasoning(self, item: InputItem) -> None:
-        parts = [ItemPart(text=item.content)] if isinstance(item.content, str) else item.content
+        parts = [ContentPart(text=item.content)] if isinstance(item.content, str) else item.content
         text = "".join(part.text or "" for part in parts) if parts else None
         if text is None and item.encrypted_content:
             text = opened(item.encrypted_content)
@@ -201,7 +215,7 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         fields = {name: getattr(item, name) for name in item.__struct_fields__}
         if item.type == "message" and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
-            fields["content"] = [ItemPart(kind, item.content)]
+            fields["content"] = [ContentPart(kind, item.content)]
         if item.tools is not None:
             fields["tools"] = shown(item.tools)
         if isinstance(content := fields["content"], list):
@@ -296,6 +310,12 @@ class ItemPart(msgspec.Struct, omit_defaults=True):
     refusal: str | None = None
 
 
+class ContentPart(ItemPart):
+    """Part of a content: of the types above, or an agent_message's encrypted_content."""
+
+    encrypted_content: str | None = None
+
+
 class OutputPart(ItemPart):
     """Part of a call's output: of a content's types, or the output of one of a shell's commands,
     which has no type.
@@ -314,9 +334,9 @@ class InputItem(msgspec.Struct):
     type: str = "message"
     role: str | None = None
     author: str | None = None
-    """Agent that sent an agent_message, which Codex's agents send each other."""
+    """Agent of the client that sent an agent_message."""
     recipient: str | None = None
-    content: str | list[ItemPart] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None

@@ -1,8 +1,8 @@
 """Reasoning items of earlier turns, which clients send back.
 
-Some clients never send the text of an item back, only its `encrypted_content`. So with `include:
-["reasoning.encrypted_content"]` this server writes the text there, encoded but not encrypted: the
-same item shows it as `content`. The content of another server's item cannot be read.
+Some clients send an item back without its text, only with its `encrypted_content`. So with
+`include: ["reasoning.encrypted_content"]` this server writes the text there, encoded but not
+encrypted: the same item shows it as `content`. Another server's content cannot be read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,13 @@ import base64
 import binascii
 
 _PREFIX = "hadal.reasoning.1."
+_FERNET = "gAAAAA"
+"""Beginning of all tokens of Fernet, the form of OpenAI's encrypted texts."""
+
+
+def is_encrypted(content: str) -> bool:
+    """Return True if another server encrypted this text."""
+    return content.startswith(_FERNET)
 
 
 def sealed(text: str) -> str:

@@ -105,7 +105,7 @@ class ResponseAsk:
     call_to_path: Mapping[str, str] = field(default_factory=dict)
     """Id of a call that an item of the input answers -> path of that item's id."""
     num_unreadable: int = 0
-    """Number of reasoning items that another server encrypted; they are passed over."""
+    """Number of texts that another server encrypted; they are passed over."""
 
     @property
     def found(self) -> tuple[ResponseTool, ...]:
