@@ -180,7 +180,7 @@ class _TurnFold:
         """
         parts = item.content if isinstance(item.content, list) else []
         given = [
-            ContentPart("input_text", part.encrypted_content)
+            MessagePart("input_text", part.encrypted_content)
             if part.encrypted_content is not None and not is_encrypted(part.encrypted_content)
             else part
             for part in parts
@@ -191,7 +191,7 @@ class _TurnFold:
         self._add_message(Turn("user", text))
 
     def _add_reasoning(self, item: InputItem) -> None:
-        parts = [ContentPart(text=item.content)] if isinstance(item.content, str) else item.content
+        parts = [MessagePart(text=item.content)] if isinstance(item.content, str) else item.content
         text = "".join(part.text or "" for part in parts) if parts else None
         if text is None and item.encrypted_content:
             text = opened(item.encrypted_content)
@@ -215,7 +215,7 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         fields = {name: getattr(item, name) for name in item.__struct_fields__}
         if item.type == "message" and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
-            fields["content"] = [ContentPart(kind, item.content)]
+            fields["content"] = [MessagePart(kind, item.content)]
         if item.tools is not None:
             fields["tools"] = shown(item.tools)
         if isinstance(content := fields["content"], list):
@@ -310,7 +310,7 @@ class ItemPart(msgspec.Struct, omit_defaults=True):
     refusal: str | None = None
 
 
-class ContentPart(ItemPart):
+class MessagePart(ItemPart):
     """Part of a content: of the types above, or an agent_message's encrypted_content."""
 
     encrypted_content: str | None = None
@@ -336,7 +336,7 @@ class InputItem(msgspec.Struct):
     author: str | None = None
     """Agent of the client that sent an agent_message."""
     recipient: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | list[MessagePart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
