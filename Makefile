@@ -70,7 +70,7 @@ model: setup  ## train hadal-tiny again from nothing (hours)
 
 pins: setup  ## resolve pyproject.toml anew into requirements.txt
 	@$(UV) pip compile -q --no-header --no-annotate --no-emit-find-links --no-emit-index-url \
-	    --upgrade --extra apps --extra lab --extra test --extra train --python $(BIN)/python pyproject.toml -o $(VENV)/pins.txt
+	    --upgrade --extra apps --extra lab --extra test --extra train --extra zstd --python $(BIN)/python pyproject.toml -o $(VENV)/pins.txt
 	@sed 's/+cpu$$//' $(VENV)/pins.txt > requirements.txt
 
 clean:  ## remove the virtual environment and the caches, keep .peers/

@@ -250,7 +250,7 @@ def test_streams(marked: Server, asked: Asked) -> None:
 
 @pytest.mark.promise("Tools that are not called change no token.")
 def test_a_reply_without_calls_is_the_free_one(marked: Server) -> None:
-    """With min_tokens no grammar constrains the calls of tools that are not strict."""
+    """No grammar constrains the calls of tools that are not strict if min_tokens is sent."""
     bodies = [
         {
             "messages": [{"role": "user", "content": "What is 12 + 30?"}],

@@ -1,4 +1,4 @@
-"""Patterns of texts, as patterns of what JSON writes for these texts.
+"""Patterns of texts, as patterns of what JSON writes for these texts, or of the texts themselves.
 
     /a.*"/   joined    /a(?:[^"\\\\\\x00-\\x1f]|\\\\["\\\\bfrt])*\\\\"/
              split     /a/ ( /[^"\\\\\\x00-\\x1f]|\\\\["\\\\bfrt]/ )* /\\\\"/
@@ -27,6 +27,8 @@ _ATOM = re.compile(
     r"|.",
     re.DOTALL,
 )
+_OPERATORS = frozenset(r"\.+*?()|[]{}^$#&-~")
+"""Characters with a meaning in regexes. Others have none, but may have one after a backslash."""
 _CLASS_LETTERS = "dDsSwWpP"
 _CONTROL_LETTERS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
 
@@ -38,9 +40,12 @@ class GrammarError(ValueError):
 class Forms:
     """JSON forms of strings and regexes, as parts of a Lark grammar."""
 
-    def __init__(self, starts: StartsWith, *, is_split: bool) -> None:
-        """`is_split`: each character is a terminal of its own."""
+    def __init__(self, starts: StartsWith, *, is_split: bool, is_json: bool = True) -> None:
+        """`is_split`: each character is a terminal of its own. `is_json` False: the texts are not
+        in JSON, so characters and classes stay.
+        """
         self.is_split = is_split
+        self._is_json = is_json
         self._starts = starts
         self._class_to_form: dict[tuple[str, str], str] = {}
         """(class of characters, flags) -> its JSON form."""
@@ -105,6 +110,8 @@ class Forms:
     def _class(self, atom: str, flags: str) -> str:
         """Return the form of a class of characters, of an escape of one, or of a dot."""
         flags = "".join(flag for flag in "is" if flag in flags)
+        if not self._is_json:
+            return f"(?{flags}:{atom})" if flags else atom
         if (atom, flags) not in self._class_to_form:
             starts = self._starts(f"(?{flags}:{atom})")
             letters = "".join(
@@ -122,12 +129,14 @@ class Forms:
         """Return the form of one character. Raises GrammarError for a control character that JSON
         writes only as a \\u escape.
         """
-        if char in _CHAR_TO_ESCAPE:
+        if not self._is_json and char < " ":
+            return f"\\x{{{ord(char):x}}}"
+        if char in _CHAR_TO_ESCAPE and self._is_json:
             return self._terminal(r"\\" + _quoted(_CHAR_TO_ESCAPE[char]), "")
         if char < " ":
             raise GrammarError(f"U+{ord(char):04X} is not supported in a tool's grammar")
-        is_plain = char.isalnum() or char in " _" or char > "~"
-        return self._terminal(char if is_plain else f"\\{char}", flags if char.isalpha() else "")
+        form = f"\\{char}" if char in _OPERATORS else char
+        return self._terminal(form, flags if char.isalpha() else "")
 
     def _terminal(self, form: str, flags: str) -> str:
         flag = "i" if "i" in flags else ""

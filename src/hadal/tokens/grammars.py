@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from hadal.core.plans import Grammar
 from hadal.tokens.escapes import GrammarError
-from hadal.tokens.lark import TextGrammar, escaped_lark
+from hadal.tokens.lark import PLAIN, TextGrammar, escaped_lark, plain_lark
 from hadal.tokens.table import TokenTable
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class AnyText:
     """Whole texts that are not allowed."""
     pattern: str = ""
     """Pattern of the whole text before `end`; "": any text."""
+    grammar: TextGrammar | None = None
+    """Grammar of the whole text before `end`, in its plain form; None: any text."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class _CallRules:
         if isinstance(part, Json):
             return self._named(_arguments_of(part.schema), "arguments")
         if isinstance(part, AnyText):
-            return self._named(_any_text(part), "TEXT")
+            return self._named(_any_text(part), "TEXT" if part.grammar is None else "text")
         if isinstance(part, OneOf):
             return f"({' | '.join(map(self._all, part.options))})"
         return f"({self._all(part.parts)}){'?' if part.most == 1 else '*'}"
@@ -232,7 +234,12 @@ def _any_text(part: AnyText) -> str:
         terms.append(f"/{part.pattern}/")
     if part.without:
         terms.append(f"~/{'|'.join(map(pattern_of, part.without))}/")
-    return f"({' & '.join(terms)})" + (f" {json.dumps(part.end)}" if part.end else "")
+    if part.grammar is not None:
+        terms.append(PLAIN)
+    whole = f"({' & '.join(terms)})" + (f" {json.dumps(part.end)}" if part.end else "")
+    if part.grammar is None:
+        return whole
+    return f"%lark {{\nstart: TEXT\nTEXT: {whole}\n{part.grammar.plain}\n}}"
 
 
 def pattern_of(text: str) -> str:
@@ -248,10 +255,10 @@ def _arguments_of(arguments: dict[str, Any] | TextGrammar) -> str:
     return f"{begin} %lark {{\n{arguments.escaped}\n}} {end}"
 
 
-def escaped(syntax: str, definition: str) -> str:
+def forms_of(syntax: str, definition: str) -> tuple[str, str]:
     """Return the Lark grammar of the JSON form of texts that a client's grammar allows (tokens/lark
-    has the syntaxes). Raises GrammarError with llguidance's words. Malicious grammars may take
-    longer than the limits.
+    has the syntaxes), and the definition of their plain form, "" if there is none. Raises
+    GrammarError with llguidance's words. Malicious grammars may take longer than the limits.
     """
     is_regex = syntax == "regex"
     as_grammar = LLMatcher.grammar_from_regex if is_regex else LLMatcher.grammar_from_lark
@@ -259,7 +266,8 @@ def escaped(syntax: str, definition: str) -> str:
         raise GrammarError("a Lark grammar begins with a rule")
     if (said := complaint(as_grammar(definition))) is not None:
         raise GrammarError(said)
-    return escaped_lark(syntax, definition, _starts)
+    escaped = escaped_lark(syntax, definition, _starts)
+    return escaped, plain_lark(syntax, definition, _starts)
 
 
 def _starts(regex: str) -> frozenset[str]:

@@ -68,6 +68,8 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _IGNORED = "%ignore"
+PLAIN = "PLAIN"
+"""Terminal that is a client's text as it is."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,10 @@ class TextGrammar:
     """Grammar of the text, as the client sent it."""
     escaped: str = field(default="", compare=False)
     """Lark grammar of the text as JSON writes it, from `escaped_lark`; "" before it is made."""
+    plain: str = field(default="", compare=False)
+    """Definition of the terminal PLAIN, which is the text itself, from `plain_lark`; "" if there is
+    none.
+    """
 
 
 def escaped_lark(syntax: str, definition: str, starts: StartsWith) -> str:
@@ -93,13 +99,34 @@ def escaped_lark(syntax: str, definition: str, starts: StartsWith) -> str:
     name_to_parts = _read(definition)
     is_split = _contains_itself(name_to_parts)
     forms = Forms(starts, is_split=is_split)
-    lines = ["start: " + _name_of("start", is_split=is_split)]
+    return "\n".join(
+        ["start: " + _name_of("start", is_split=is_split), *_lines(name_to_parts, forms)]
+    )
+
+
+def plain_lark(syntax: str, definition: str, starts: StartsWith) -> str:
+    """Return the definition of PLAIN, a terminal that is the text itself; "" if a rule contains
+    itself. Raises GrammarError as `escaped_lark` does.
+    """
+    forms = Forms(starts, is_split=False, is_json=False)
+    if syntax == "regex":
+        return f"{PLAIN}: {forms.regex(definition, '')}"
+    name_to_parts = _read(definition)
+    if _contains_itself(name_to_parts):
+        return ""
+    start = _name_of("start", is_split=False)
+    return "\n".join([f"{PLAIN}: {start}", *_lines(name_to_parts, forms)])
+
+
+def _lines(name_to_parts: Mapping[str, Sequence[_Part]], forms: Forms) -> list[str]:
+    """Return the definitions of all rules and terminals."""
+    lines, is_split = [], forms.is_split
     for name, parts in name_to_parts.items():
         gap = ""
         if _IGNORED in name_to_parts and name.lower() == name != _IGNORED:
             gap = f" {_name_of(_IGNORED, is_split=is_split)}*"
         lines.append(f"{_name_of(name, is_split=is_split)}: {_body(parts, forms, gap)}")
-    return "\n".join(lines)
+    return lines
 
 
 @dataclass(frozen=True)

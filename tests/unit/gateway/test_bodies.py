@@ -15,7 +15,9 @@ from backports import zstd
 from hadal.core.config import LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge import codings
 from hadal.gateway.edge.codings import decoder_of
+from hadal.gateway.edge.errors import ApiError
 
 from .scenes import error_of, scene
 
@@ -119,3 +121,12 @@ def test_all_that_a_chunk_holds_comes() -> None:
         assert b"".join(pieces) == text
         assert max(map(len, pieces)) <= 1 << 18
         assert decoder.is_complete
+
+
+def test_without_its_package_zstd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codings, "HAS_ZSTD", False)
+    with pytest.raises(ApiError, match=r"backports\.zstd") as refused:
+        decoder_of("zstd")
+    assert refused.value.status == 415
+    assert (refused.value.headers or {})["Accept-Encoding"] == "gzip"
+    assert decoder_of("gzip") is not None

@@ -26,7 +26,7 @@ from hadal.gateway.api.responses.request import ResponseAsk, parse_response, rea
 from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.tools import FORMATS, CallDelta, Choosing, ToolFormat
-from hadal.tokens.grammars import escaped
+from hadal.tokens.grammars import forms_of
 from hadal.tokens.lark import TextGrammar
 from tests.waiting import DEADLINE_S
 
@@ -644,7 +644,7 @@ def test_whatever_is_drawn_follows_the_grammar(format: ToolFormat, opened: bool)
         ("lines", 'start: ("a" | "\\"")+ (LF "b")* LF\n%import common.LF'),
         ("sum", SUM),
     ):
-        made = TextGrammar("input", "lark", definition, escaped("lark", definition))
+        made = TextGrammar("input", "lark", definition, forms_of("lark", definition)[0])
         tools.append(replace(tool(name, None), input=made))
     rng, num_read = random.Random(8), {"lines": 0, "sum": 0}
     for _ in range(12):

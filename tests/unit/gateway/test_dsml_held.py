@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.core.messages.generation import Token
 from hadal.core.plans import Grammar
+from hadal.gateway.api.responses.request import parse_response, read_response
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.salts import salt_of
 from hadal.gateway.desk.service import Choice, ServedModel, Service
@@ -252,6 +254,61 @@ def test_what_models_write_is_allowed_as_they_write_it(
         content, calls, finish = read(reply, tokens, drawer.end)
     assert (content, finish) == (said, "tool_calls")
     assert [name for name, _ in calls] == ["city", "time", "none"]
+
+
+@VOCABULARIES
+@EACH_FORM
+def test_the_input_of_a_custom_tool_is_plain_text_of_its_grammar(
+    form: Dsml, vocabulary: Vocabulary
+) -> None:
+    """A grammar in which a rule contains itself is followed too, in the JSON form of the text."""
+    lines = "start: LINE (LF LINE)*\nLINE: /[a<\\/]+/\n%import common.LF"
+    pairs = 'start: "a" | "<" start "/"'
+    is_allowed = {
+        "lines": re.compile(r"[a</]+(\n[a</]+)*").fullmatch,
+        "pairs": lambda text: text == "<" * (len(text) // 2) + "a" + "/" * (len(text) // 2),
+    }
+    drawer, num_calls = Drawer(vocabulary), {"lines": 0, "pairs": 0}
+    with service_of(form, vocabulary) as service:
+        for seed in range(12):
+            tools = [custom("lines", lines), custom("pairs", pairs)]
+            is_auto = seed % 3 == 0
+            reply = responded(service, tools, "auto" if is_auto else "required")
+            grammar = reply.generation.sampling.grammar
+            assert grammar is not None
+            begin = vocabulary.encode_controlled(f"So:\n\n<{MARK}") if is_auto else []
+            tokens = drawer.drawn(grammar, random.Random(seed), begin)
+            content, calls, _ = read(reply, tokens, drawer.end)
+            is_whole = tokens[-1] == drawer.end
+            for called, arguments in calls if is_whole else calls[:-1]:
+                text = json.loads(arguments)["input"]
+                assert is_allowed[called](text), (called, text)
+                num_calls[called] += 1
+            assert MARK not in content
+        plain = written(form, ("lines", {"input": "a</aa/\n</<"}))
+        grammar = responded(
+            service, [custom("lines", lines)], "required"
+        ).generation.sampling.grammar
+        assert grammar is not None
+        tokens = [*vocabulary.encode_controlled(plain), drawer.end]
+        assert drawer.drawn(grammar, random.Random(0), tokens) == tokens
+    assert all(num_calls.values()), num_calls
+
+
+def custom(name: str, definition: str) -> dict[str, Any]:
+    format = {"type": "grammar", "syntax": "lark", "definition": definition}
+    return {"type": "custom", "name": name, "format": format}
+
+
+def responded(service: Service, tools: Sequence[dict[str, Any]], choice: str) -> Choice:
+    """Return the reply to a request of /v1/responses with these tools."""
+    body = {"model": "small", "input": "hi", "tools": tools, "tool_choice": choice}
+    asked = parse_response(
+        read_response(json.dumps({**body, "thinking": False}).encode()), known={}
+    )
+    tenant = Tenant(salt_of(b"key"))
+    work = asyncio.run(service.chat(b"", "r", tenant, lambda _: asked.after(()), 0))
+    return work.choices[0]
 
 
 @EACH_FORM

@@ -266,7 +266,7 @@ def test_a_chat_is_as_the_model_learnt_it(
 def test_reasoning_is_shown_where_the_model_learnt_it(
     chats: dict[str, ChatFormat], vocabulary: Vocabulary, name: str
 ) -> None:
-    """Of these templates only GLM-4.7's reads it: by default, after the last message of a user."""
+    """Only GLM-4.7's template reads it: by default, after the last message of a user."""
     system, asked, answer, again = AGAIN
     shown = Turn("assistant", "4", reasoning="Easy.")
     for options in ({}, {"clear_thinking": False}):

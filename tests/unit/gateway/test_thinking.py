@@ -106,6 +106,18 @@ def test_every_effort_reaches_the_template_in_every_format(path: str) -> None:
         parsed(path, {"reasoning_effort": "most"})
 
 
+def test_responses_name_the_turns_with_reasoning() -> None:
+    """A chat has other fields for that, and refuses this one."""
+    for context, keeps in (("all_turns", True), ("current_turn", False), ("auto", None)):
+        kwargs = parsed(
+            "/v1/responses", {"reasoning": {"context": context}}
+        ).rendering.template_kwargs
+        assert kwargs.get("preserve_thinking") is keeps
+        assert kwargs.get("clear_thinking") is (None if keeps is None else not keeps)
+    with pytest.raises(RequestError, match=r"reasoning\.context"):
+        parsed("/v1/chat/completions", {"reasoning": {"context": "all_turns"}})
+
+
 @pytest.mark.parametrize("path", PATH_TO_BODY)
 async def test_switches_and_budgets_do_what_they_say(model: ServedModel, path: str) -> None:
     closes = model.vocabulary.control_ids["</think>"]

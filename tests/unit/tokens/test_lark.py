@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from hadal.tokens import grammars
 from hadal.tokens.escapes import GrammarError
-from hadal.tokens.grammars import arguments_text, escaped
+from hadal.tokens.grammars import AnyText, CallList, arguments_text, calls_text, forms_of
 from hadal.tokens.lark import _LIBRARY, TextGrammar
 
 # As agents send it: lines of a patch, each with a mark.
@@ -62,11 +62,26 @@ LIST = 'start: "[" (ITEM ",")* ITEM "]"\nITEM: "a".."e" | "\\n"\n%ignore " "'
 
 
 def allows(grammar: TextGrammar, text: str) -> bool:
-    """Return True if arguments with this text are allowed, and may end there."""
-    form = escaped(grammar.syntax, grammar.definition)
-    made = TextGrammar(grammar.name, grammar.syntax, grammar.definition, form)
-    matcher = LLMatcher(grammars._byte_tokenizer(), arguments_text(made), log_level=0)
-    data = json.dumps({grammar.name: text}, ensure_ascii=False).encode()
+    """Return True if arguments with this text are allowed, and may end there. The plain form, if
+    the grammar has one, allows the same texts, except for control characters.
+    """
+    forms = forms_of(grammar.syntax, grammar.definition)
+    made = TextGrammar(grammar.name, grammar.syntax, grammar.definition, *forms)
+    as_json = json.dumps({grammar.name: text}, ensure_ascii=False)
+    is_allowed = _accepts(arguments_text(made), as_json)
+    if made.plain and not _CONTROL.search(text):
+        whole = AnyText("</end>", "</end>", grammar=made)
+        rules = calls_text(CallList(("<",), (">",), "", ((whole,),), is_single=True))
+        assert _accepts(rules, f"<{text}</end>>") == is_allowed, text
+    return is_allowed
+
+
+_CONTROL = re.compile(r"[^\n\r\t\f\x08 -\U0010ffff]")
+
+
+def _accepts(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(grammars._byte_tokenizer(), grammar, log_level=0)
+    data = text.encode()
     return matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
 
 
@@ -89,6 +104,7 @@ def lark(definition: str) -> TextGrammar:
         ),
         (lark(LIST), ["[a]", "[a, b ,\n]", "[e]  "], ["[f]", "[a b]", "[]"]),
         (lark('start: "a\\n\\"\\\\/"i "B"'), ['A\n"\\/B'], ['A\n"\\/b', "A"]),
+        (lark('start: "<>" "\'`!@%=:;,_-~#&$^"'), ["<>'`!@%=:;,_-~#&$^"], ["<>"]),
         (lark('start: A\nA: /[a-z"]+/ & ~/(?s:.*)b(?s:.*)/'), ['a"c'], ["abc"]),
         (lark("start: /(?i)a(?-i:b)[^c]{2}/"), ["Ab\n\t", 'ab""'], ["AB\n\t", "Abc\n"]),
         (lark("start: /(?s:.)./"), ["\nx", '"x'], ["x\n"]),
@@ -135,7 +151,7 @@ def test_every_terminal_of_the_library_has_its_form() -> None:
     rng = random.Random(3)
     for name in _LIBRARY:
         grammar = lark(f"start: {name}\n%import common.{name}")
-        form = TextGrammar("input", "lark", "", escaped("lark", grammar.definition))
+        form = TextGrammar("input", "lark", "", forms_of("lark", grammar.definition)[0])
         for _ in range(20):
             text = "".join(rng.choices('a1_.eE+-"\\\n\r\t\f /*#', k=rng.randrange(1, 4)))
             if rng.random() < 0.5 and name.endswith(("STRING", "COMMENT")):
@@ -170,5 +186,5 @@ def test_what_cannot_be_followed_is_refused_in_the_parser_s_words(
     definition: str, said: str
 ) -> None:
     with pytest.raises(GrammarError) as caught:
-        escaped("lark", definition)
+        forms_of("lark", definition)
     assert said in str(caught.value)

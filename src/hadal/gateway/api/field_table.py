@@ -309,12 +309,7 @@ _TEMPLATED = (
     ),
     _served("reasoning.max_tokens", "maximum number of reasoning tokens", "OpenRouter"),
     _inert("reasoning.summary reasoning.generate_summary", "the reply has the full reasoning"),
-    _refused(
-        "reasoning.context",
-        "reasoning of earlier turns is not part of the prompt",
-        "OpenAI",
-        ("auto", "current_turn"),
-    ),
+    _refused("reasoning.context", "send preserve_thinking, or leave it out", "OpenAI", ("auto",)),
     _refused("reasoning.mode", _LEAVE, "OpenAI", ("standard",)),
     _served(
         "thinking.keep thinking.clear_thinking preserve_thinking reasoning_history",
@@ -614,8 +609,8 @@ _RESPONSE = (
     ),
     _served(
         "reasoning.context",
-        "current_turn: reasoning before the last user message is left out; otherwise the chat"
-        " template decides",
+        "current_turn: reasoning before the last user message is left out; all_turns: as"
+        " preserve_thinking; otherwise the chat template decides",
     ),
     _inert(
         "input[].phase input[].caller input[].content[].annotations"

@@ -9,13 +9,16 @@ import zlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from backports.zstd import DecompressionParameter, ZstdDecompressor, ZstdError
-
 from hadal.core.errors import RequestError
 from hadal.gateway.edge.errors import ApiError
 
-CODINGS = ("zstd", "gzip")
-"""Content codings of bodies that are read."""
+try:
+    from backports import zstd
+except ImportError:  # The extra `zstd` is not installed.
+    HAS_ZSTD = False
+else:
+    HAS_ZSTD = True
+
 PIECE_BYTES = 1 << 18
 """Maximum number of bytes decoded at a time, which takes about a millisecond."""
 _MAX_WINDOW_LOG = 23
@@ -48,13 +51,16 @@ def decoder_of(coding: str) -> Decoder | None:
         return None
     if name in ("gzip", "x-gzip"):
         return _GzipDecoder()
-    if name == "zstd":
+    if name == "zstd" and HAS_ZSTD:
         return _ZstdDecoder()
+    codings = ("zstd", "gzip") if HAS_ZSTD else ("gzip",)
+    why = ", which needs the package backports.zstd on the server" if name == "zstd" else ""
     raise ApiError(
         415,
-        f"The content encoding is {coding[:100]!r}; send {' or '.join(CODINGS)}, or no encoding.",
+        f"The content encoding is {coding[:100]!r}{why}; send {' or '.join(codings)}, or no"
+        " encoding.",
         code="unsupported_media_type",
-        headers={"Accept-Encoding": ", ".join(CODINGS)},  # RFC 9110, 15.5.16.
+        headers={"Accept-Encoding": ", ".join(codings)},  # RFC 9110, 15.5.16.
     )
 
 
@@ -102,14 +108,15 @@ class _ZstdDecoder:
                 self._frame = self._new_frame()
             try:
                 piece = self._frame.decompress(chunk, PIECE_BYTES)
-            except ZstdError as error:
+            except zstd.ZstdError as error:
                 raise _invalid(self.coding, error) from None
             chunk = self._frame.unused_data if self._frame.eof else b""
             yield piece
 
     @staticmethod
-    def _new_frame() -> ZstdDecompressor:
-        return ZstdDecompressor(options={DecompressionParameter.window_log_max: _MAX_WINDOW_LOG})
+    def _new_frame() -> zstd.ZstdDecompressor:
+        window = zstd.DecompressionParameter.window_log_max
+        return zstd.ZstdDecompressor(options={window: _MAX_WINDOW_LOG})
 
 
 def _one_less(num_left: int) -> int:

@@ -63,13 +63,18 @@ class Tags:
         return self._tag("</", self.gap + text)
 
     def text_to_end(
-        self, text: str, least: int = 0, most: int | None = None, pattern: str = ""
+        self,
+        text: str,
+        least: int = 0,
+        most: int | None = None,
+        pattern: str = "",
+        grammar: TextGrammar | None = None,
     ) -> tuple[Part, ...]:
         """Return a plain text of `least` to `most` characters and the closing tag after it."""
         before, *rest = self.end(text)
         if self.mark is None:
             before, rest = f"</{MARK}", [self.gap + text]
-        return (AnyText(MARK, str(before), least, most, pattern=pattern), *rest)
+        return (AnyText(MARK, str(before), least, most, pattern=pattern, grammar=grammar), *rest)
 
     def _tag(self, before: str, behind: str) -> tuple[Part, ...]:
         if self.mark is None:
@@ -82,7 +87,7 @@ def parameters(schema: dict[str, Any] | TextGrammar, tags: Tags) -> tuple[Part, 
     argument.
     """
     if isinstance(schema, TextGrammar):
-        return (Json(schema), "\n")
+        return _input(schema, tags)
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     more = schema.get("additionalProperties", True)
@@ -97,6 +102,16 @@ def parameters(schema: dict[str, Any] | TextGrammar, tags: Tags) -> tuple[Part, 
     if more is not False:
         parts.append(Repeated((_parameter(tuple(properties), more, schema, tags, is_other=True),)))
     return tuple(parts)
+
+
+def _input(grammar: TextGrammar, tags: Tags) -> tuple[Part, ...]:
+    """Return the rules for one plain text of a client's grammar. A grammar in which a rule contains
+    itself is followed in its JSON form only.
+    """
+    if not grammar.plain:
+        return (Json(grammar), "\n")
+    text = tags.text_to_end("parameter>\n", grammar=grammar)
+    return (*tags.begin(f'parameter name="{grammar.name}" string="true">'), *text)
 
 
 def _is_plain(schema: dict[str, Any], properties: Any, required: Any) -> bool:

@@ -58,8 +58,8 @@ class Formats:
         self._process: ConfinedProcess | None = None
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar and a prefix -> reason why it is not supported; "": it is."""
-        self._escaped_texts: OrderedDict[TextGrammar, str] = OrderedDict()
-        """Grammar of a client -> its JSON form."""
+        self._inputs: OrderedDict[TextGrammar, TextGrammar] = OrderedDict()
+        """Grammar of a client -> the same with its forms."""
 
     def text(self, wanted: AnswerFormat, *, follows_reasoning: bool, prefix: str = "") -> str:
         """Return the text of the format's grammar. `prefix`: the beginning of the answer. Raises
@@ -108,7 +108,7 @@ class Formats:
             )
             return text, self._check(checked).why
 
-        choosing = self._followed(self._escaped(calls.choosing))
+        choosing = self._followed(self._with_forms(calls.choosing))
         text, why = combined(choosing)
         if why and any(tool.schema is not None and not tool.is_strict for tool in choosing.tools):
             text, why = combined(self._strict_only(choosing, why))
@@ -141,8 +141,8 @@ class Formats:
             name_to_tool[tool.name] = self._any_object(tool, why) if why else tool
         return replace(choosing, tools=tuple(name_to_tool.values()))
 
-    def _escaped(self, choosing: Choosing) -> Choosing:
-        """Return the tools with their own grammars in the form that calls have. Raises RequestError
+    def _with_forms(self, choosing: Choosing) -> Choosing:
+        """Return the tools with their own grammars in the forms that calls have. Raises RequestError
         with the parser's words for a grammar that cannot be followed.
         """
         tools = []
@@ -150,17 +150,19 @@ class Formats:
             if tool.input is None:
                 tools.append(tool)
                 continue
-            if (escaped := self._escaped_texts.get(tool.input)) is None:
+            if (read := self._inputs.get(tool.input)) is None:
+                given = tool.input
                 try:
-                    escaped = self._confined().escaped(tool.input.syntax, tool.input.definition)
+                    escaped, plain = self._confined().forms_of(given.syntax, given.definition)
                 except GrammarError as error:
                     raise RequestError(
                         f"Invalid grammar for tool {tool.name!r}: {error}.", tool.schema_field
                     ) from None
-                self._escaped_texts[tool.input] = escaped
-                if len(self._escaped_texts) > _KEPT:
-                    self._escaped_texts.popitem(last=False)
-            tools.append(replace(tool, input=replace(tool.input, escaped=escaped)))
+                read = replace(given, escaped=escaped, plain=plain)
+                self._inputs[given] = read
+                if len(self._inputs) > _KEPT:
+                    self._inputs.popitem(last=False)
+            tools.append(replace(tool, input=read))
         return replace(choosing, tools=tuple(tools))
 
     def _strict_only(self, choosing: Choosing, why: str) -> Choosing:

@@ -15,6 +15,7 @@ Independent of tokenizers and routes.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import resource
@@ -36,7 +37,7 @@ from hadal.core.framing import U32
 from hadal.gateway.edge.errors import overloaded
 from hadal.gateway.text.template_jinja import parsed
 from hadal.tokens.escapes import GrammarError
-from hadal.tokens.grammars import complaint, escaped
+from hadal.tokens.grammars import complaint, forms_of
 
 log = logging.getLogger("hadal.gateway")
 
@@ -130,14 +131,15 @@ class ConfinedProcess:
             return Checked(str(error), float(self._limits[0]) + _RESTART_S)
         return Checked(why, float(cpu_s))
 
-    def escaped(self, syntax: str, definition: str) -> str:
-        """Return a client's grammar in its JSON form (tokens/grammars). Raises GrammarError, also
-        if a limit is exceeded, and ApiError as `render` does.
+    def forms_of(self, syntax: str, definition: str) -> tuple[str, str]:
+        """Return a client's grammar in its JSON form and its plain form (tokens/grammars). Raises
+        GrammarError, also if a limit is exceeded, and ApiError as `render` does.
         """
         try:
-            return self._answer(["escape", syntax, definition])
+            escaped, plain = json.loads(self._answer(["forms", syntax, definition]))
         except _RefusedError as error:
             raise GrammarError(str(error)) from None
+        return escaped, plain
 
     def _answer(self, call: list[Any]) -> str:
         what = _OF_TEMPLATE if call[0] == "render" else "the process that checks formats"
@@ -285,8 +287,8 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
                     begun_s = time.process_time()
                     why = complaint(*call[1:]) or ""
                     reply = {"ok": f"{time.process_time() - begun_s:.6f}:{why}"}
-                elif call[0] == "escape":
-                    reply = {"ok": escaped(*call[1:])}
+                elif call[0] == "forms":
+                    reply = {"ok": json.dumps(forms_of(*call[1:]))}
                 else:
                     assert template is not None
                     reply = {"ok": _rendered(template, *call[1:])}

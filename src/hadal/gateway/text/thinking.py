@@ -40,6 +40,8 @@ _TYPES: dict[str, bool | None] = {
     "auto": None,
 }
 """Type of a switch -> think or do not; None leaves it to the template."""
+_CONTEXTS = {"all_turns": True, "current_turn": False}
+"""Value of reasoning.context -> the prompt has the reasoning of all earlier turns."""
 _EFFORTS = {
     "minimal": "low",
     "low": "low",
@@ -76,7 +78,7 @@ class ReasoningOptions(msgspec.Struct):
     exclude: bool | None = None
     """True: the reply omits its reasoning."""
     context: Literal["auto", "current_turn", "all_turns"] | None = None
-    """Field of /v1/responses: turns of which the model reads the reasoning again."""
+    """Field of /v1/responses: earlier turns that have their reasoning in the prompt."""
 
 
 class ThinkingFields(msgspec.Struct, kw_only=True):
@@ -171,12 +173,14 @@ def _keeps_all(request: ThinkingFields) -> bool | None:
     switch = request.thinking if isinstance(request.thinking, ThinkingSwitch) else None
     clears = None if switch is None else switch.clear_thinking
     history = request.reasoning_history
+    options = request.reasoning or ReasoningOptions()
     _, keeps = _one(
         [
             ("thinking.keep", None if switch is None or switch.keep is None else True),
             ("thinking.clear_thinking", None if clears is None else not clears),
             ("preserve_thinking", request.preserve_thinking),
             ("reasoning_history", None if history is None else history == "preserved"),
+            ("reasoning.context", _CONTEXTS.get(options.context or "")),
         ]
     )
     return keeps

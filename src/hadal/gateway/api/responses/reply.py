@@ -67,7 +67,7 @@ class ResponseFormatter:
     ) -> None:
         """`keep` is called with the response and its turn before the client receives the response;
         None: do not store it. `sampling`: the effective options, including the model's defaults.
-        `tools`: those that the model is offered.
+        `tools`: tools offered to the model.
         """
         self._head = head
         self._asked = asked

@@ -34,7 +34,7 @@ from hadal.gateway.api.responses.calls import (
     SHELL,
     CallName,
 )
-from hadal.gateway.text.tools import MAX_STRICT_BYTES, ToolWords
+from hadal.gateway.text.tools import MAX_HELD_BYTES, ToolWords
 from hadal.tokens.lark import MAX_DEFINITION_CHARS, SYNTAXES, TextGrammar
 
 MAX_FLAT_CHARS = 128
@@ -163,9 +163,9 @@ def offered(sources: Sequence[ToolSource]) -> OfferedTools:
         given.append(_function(leaf, flat))
         grammars.append(_grammar(leaf))
     num_chars = sum(len(each.definition) for each in grammars if each is not None)
-    if num_chars > MAX_STRICT_BYTES:
+    if num_chars > MAX_HELD_BYTES:
         raise RequestError(
-            f"tools: the grammars have {num_chars} characters; at most {MAX_STRICT_BYTES} are allowed.",
+            f"tools: the grammars have {num_chars} characters; at most {MAX_HELD_BYTES} are allowed.",
             "tools",
         )
     wheres = tuple(leaf.where for leaf in name_to_leaf.values())
