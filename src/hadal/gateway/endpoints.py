@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ from hadal.gateway.api.description import (
     Operation,
     document,
 )
+from hadal.gateway.api.messages.refusals import in_anthropics_words
 from hadal.gateway.api.messages.request import parse_count
 from hadal.gateway.api.responses.items import input_page
 from hadal.gateway.api.shapes import Greeting, HealthReply, ResponseDeleted, TokenCount
@@ -189,8 +191,11 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
     endpoints = _generating(gateway)
     documents: dict[bool, bytes] = {}
 
+    parse = partial(parse_count, unasked=gateway.deployment.gateway.unasked_thinking)
+
     async def count(body: bytes, tenant: Tenant) -> TokenCount:
-        return TokenCount(await service.count(body, tenant, parse_count))
+        with in_anthropics_words():
+            return await service.count(body, tenant, parse)
 
     async def openapi(request: Request) -> Response:
         is_open = gateway.tenancy.keys.is_open
@@ -238,7 +243,8 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
         Endpoint("GET", "/audit", operate, AUDIT),
         Endpoint("GET", "/trace", operate, TRACE),
         Endpoint("GET", "/status", operate, STATUS),
-        Endpoint("GET", "/v1", root, ROOT, ("/v1/", "/")),
+        # Claude Code asks for the last path, or for "/", before its first request.
+        Endpoint("GET", "/v1", root, ROOT, ("/v1/", "/", "/api/hello")),
     ]
     return endpoints
 

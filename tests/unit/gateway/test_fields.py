@@ -64,13 +64,20 @@ API_TO_BODY: dict[str, dict[str, Any]] = {
     MESSAGE: {
         "model": "m",
         "max_tokens": 9,
+        "thinking": {"type": "adaptive"},
         "messages": [
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {}, "content": TEXT}
+                ],
+            },
             {
                 "role": "user",
                 "content": [
                     {"type": "tool_result", "tool_use_id": "c", "content": TEXT, "text": "x"}
                 ],
-            }
+            },
         ],
     },
 }
@@ -285,6 +292,7 @@ ELSEWHERE = (
     "tools[].type",
     "tools[].tools",
     "tools[].format",
+    "tools[].max_characters",
     "text.format.type",
     "output_config.format.type",
     "output_format.type",

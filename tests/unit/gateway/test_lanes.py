@@ -78,7 +78,8 @@ async def test_a_body_costs_a_few_contexts_at_most_however_long_it_is(
         encoded.clear()
         reply = await it.client.post(path, json=body)
         assert reply.status_code == 400
-        assert "tokens or more; at most" in reply.json()["error"]["message"]
+        words = "prompt is too long: " if "messages" in path else "tokens or more; at most"
+        assert words in reply.json()["error"]["message"]
         await it.settle()
     most = COUNTED_CONTEXTS * model.context_tokens
     assert sum(encoded) <= USUAL_CHARS * FAR * most + 2 * PIECE_CHARS < len(HUGE) / 20

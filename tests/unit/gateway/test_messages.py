@@ -34,6 +34,7 @@ ASKED: dict[str, Any] = {
     "model": "small",
     "max_tokens": 60,
     "messages": [{"role": "user", "content": "2 + 2?"}],
+    "thinking": {"type": "adaptive"},
 }
 WEATHER = {
     "name": "weather",
@@ -55,7 +56,8 @@ def chat(**fields: Any) -> ChatAsk:
 
 def as_message(ask: ChatAsk) -> ChatAsk:
     """Return the same request as /v1/messages would ask it."""
-    return replace(ask, ask=replace(ask.ask, ends_with_room=True))
+    hides = ask.rendering.thinking is False
+    return replace(ask, ask=replace(ask.ask, ends_with_room=True, hides_reasoning=hides))
 
 
 # ---- meaning of bodies ----
@@ -124,7 +126,9 @@ def test_a_conversation_is_the_same_chat() -> None:
             {"role": "user", "content": "And?"},
         ],
     )
-    assert ours == as_message(theirs)
+    assert ours.turns[2].reasoning == "Well."
+    plain = tuple(replace(turn, reasoning="") for turn in ours.turns)
+    assert replace(ours, turns=plain) == as_message(theirs)
 
 
 def test_what_every_api_takes_is_taken_here() -> None:
@@ -141,13 +145,14 @@ def test_messages_of_one_role_are_one_turn() -> None:
         {"type": "tool_result", "tool_use_id": "a"},
         {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "x"}]},
     ]
+    other = {**call, "id": "b"}
     asked = parse(
         tools=[{**WEATHER, "name": "f" * 128}],
         messages=[
             {"role": "user", "content": "a"},
             {"role": "user", "content": "b"},
             {"role": "system", "content": [{"type": "text", "text": "Now "}, THEN]},
-            {"role": "assistant", "content": [call]},
+            {"role": "assistant", "content": [call, other]},
             {"role": "user", "content": results},
             {"role": "assistant", "content": "C "},
             {"role": "assistant", "content": "D"},
@@ -156,7 +161,7 @@ def test_messages_of_one_role_are_one_turn() -> None:
     assert asked.turns == (
         Turn("user", "a\nb"),
         Turn("system", "Now then."),
-        Turn("assistant", "", (PastCall("a", "f", "{}"),)),
+        Turn("assistant", "", (PastCall("a", "f", "{}"), PastCall("b", "f", "{}"))),
         Turn("tool", "", call_id="a"),
         Turn("tool", "x", call_id="b"),
     )
@@ -192,10 +197,10 @@ def test_no_tool_is_offered_where_none_is_wanted() -> None:
 
 
 def test_thinking() -> None:
-    assert parse().rendering.thinking is None
     assert parse(thinking={"type": "enabled", "budget_tokens": 1024}).rendering.thinking is True
     assert parse(thinking={"type": "disabled"}).rendering.thinking is False
     assert parse(thinking={"type": "adaptive"}).rendering.thinking is None
+    assert parse(thinking={"type": "between_tools"}).rendering.thinking is False
     assert parse(output_config={"effort": "none"}).rendering.thinking is False
     assert parse(output_config={"effort": "low"}).rendering.template_kwargs == {
         "reasoning_effort": "low"
@@ -411,7 +416,8 @@ def test_the_client_adds_up_a_stream(model: ServedModel) -> None:
             b.to_dict() | {"signature": ""} for b in whole.content
         ]
         assert (final.stop_reason, final.usage) == (whole.stop_reason, whole.usage)
-        counted = client.messages.count_tokens(model="small", messages=ASKED["messages"])
+        asked: Any = {name: ASKED[name] for name in ASKED if name != "max_tokens"}
+        counted = client.messages.count_tokens(**asked)
         assert counted.input_tokens == whole.usage.input_tokens
 
 

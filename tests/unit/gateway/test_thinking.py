@@ -80,6 +80,8 @@ def test_every_switch_is_taken_in_every_format(path: str) -> None:
     for fields in OFF:
         assert parsed(path, fields).rendering.thinking is False, fields
     for fields in ON:
+        if not fields and path == "/v1/messages":
+            continue  # Without `thinking`, it thinks only if the deployment says so.
         assert parsed(path, fields).rendering.thinking is not False, fields
     for fields in BUDGETS:
         assert parsed(path, fields).budget == 5, fields

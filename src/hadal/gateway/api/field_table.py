@@ -675,17 +675,41 @@ _MESSAGE = (
         " messages[].content[].id messages[].content[].name messages[].content[].input"
         " messages[].content[].tool_use_id messages[].content[].content messages[].content[].is_error"
         " messages[].content[].content[].type messages[].content[].content[].text"
-        " messages[].content[].content[].tool_name system system[].type system[].text",
+        " messages[].content[].content[].tool_name system system[].type system[].text"
+        " messages[].output_config messages[].output_config.effort",
         "",
         "Anthropic",
     ),
+    _served(
+        "messages[].content[].thinking messages[].content[].signature",
+        "reasoning of an earlier turn, for chat templates that show it; without its text, that in a"
+        " signature of this server; other signatures are not read",
+        "Anthropic",
+    ),
     _inert(
-        "messages[].content[].thinking messages[].content[].signature messages[].content[].data",
-        "reasoning of earlier turns is not part of the prompt",
+        "messages[].content[].data",
+        "only the server that redacted a reasoning can read it",
+        "Anthropic",
+    ),
+    _served(
+        "messages[].content[].tool messages[].content[].tool.type messages[].content[].tool.name"
+        " messages[].content[].tool.definition messages[].content[].tool.definition.name"
+        " messages[].content[].tool.definition.type messages[].content[].tool.definition.strict"
+        " messages[].content[].tool.definition.description"
+        " messages[].content[].tool.definition.input_schema"
+        " messages[].content[].tool.definition.defer_loading"
+        " messages[].content[].tool.definition.max_characters",
+        "tool of a tool_addition or tool_removal in a system message",
+        "Anthropic",
+    ),
+    _served(
+        "messages[].clear_at",
+        "next_user_message: a system message is not shown once a message of the user follows",
         "Anthropic",
     ),
     _inert(
         "messages[].content[].cache_control messages[].content[].content[].cache_control system[].cache_control"
+        " messages[].content[].tool.definition.cache_control"
         " tools[].cache_control",
         "prefixes are cached by content",
         "Anthropic",
@@ -698,7 +722,7 @@ _MESSAGE = (
     ),
     _refused(
         "system[].clear_at messages[].content[].clear_at",
-        "the whole system text is always read",
+        "send it beside the role of a system message",
         "Anthropic",
     ),
     _served("max_tokens", "maximum number of tokens in a reply, including reasoning", "Anthropic"),
@@ -717,16 +741,26 @@ _MESSAGE = (
     ),
     _served(
         "tools[].defer_loading",
-        "true: the tool is offered after a tool_reference to it",
+        "true: the tool is offered after a tool_reference or tool_addition that names it",
         "Anthropic",
     ),
+    _served("tools[].max_characters", "of the text editor: it is part of the prompt", "Anthropic"),
     _inert(
-        "tools[].eager_input_streaming",
+        "tools[].eager_input_streaming messages[].content[].tool.definition.eager_input_streaming",
         "calls are always streamed when they are generated",
         "Anthropic",
     ),
-    _refused("tools[].allowed_callers", "the model calls directly", "Anthropic", (["direct"],)),
-    _refused("tools[].input_examples", "put examples into the description", "Anthropic"),
+    _refused(
+        "tools[].allowed_callers messages[].content[].tool.definition.allowed_callers",
+        "the model calls directly",
+        "Anthropic",
+        (["direct"],),
+    ),
+    _refused(
+        "tools[].input_examples messages[].content[].tool.definition.input_examples",
+        "put examples into the description",
+        "Anthropic",
+    ),
     _served(
         "tool_choice tool_choice.type tool_choice.name tool_choice.disable_parallel_tool_use",
         "",
@@ -750,14 +784,17 @@ _MESSAGE = (
     _refused("output_config.task_budget", "send max_tokens", "Anthropic"),
     _served(
         "context_management context_management.edits context_management.edits[].type"
-        " context_management.edits[].keep",
-        "clear_thinking_20251015 has no effect; other edits return a 400",
+        " context_management.edits[].keep context_management.edits[].keep.type"
+        " context_management.edits[].keep.value context_management.edits[].trigger"
+        " context_management.edits[].trigger.type context_management.edits[].trigger.value"
+        " context_management.edits[].clear_at_least context_management.edits[].clear_at_least.type"
+        " context_management.edits[].clear_at_least.value"
+        " context_management.edits[].clear_tool_inputs context_management.edits[].exclude_tools",
+        "edits of type clear_thinking_20251015 and clear_tool_uses_20250919; others return a 400",
         "Anthropic",
     ),
     _inert(
-        "context_management.edits[].clear_at_least context_management.edits[].clear_tool_inputs"
-        " context_management.edits[].exclude_tools context_management.edits[].trigger"
-        " context_management.edits[].instructions context_management.edits[].pause_after_compaction",
+        "context_management.edits[].instructions context_management.edits[].pause_after_compaction",
         "they belong to edits that return a 400",
         "Anthropic",
     ),

@@ -13,8 +13,15 @@ import msgspec
 from hadal.gateway.edge.errors import Shape
 
 
+class OriginalCount(Shape):
+    """Number of tokens of a prompt before its conversation was edited."""
+
+    original_input_tokens: int
+
+
 class TokenCount(Shape):
     input_tokens: int
+    context_management: OriginalCount | None = None
 
 
 class Tokenized(Shape):

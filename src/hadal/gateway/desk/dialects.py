@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from hadal.gateway.api.description import CHAT, COMPLETION, MESSAGES, RESPONSES, Operation
+from hadal.gateway.api.messages.refusals import in_anthropics_words
 from hadal.gateway.api.messages.reply import MessagesFormatter
 from hadal.gateway.api.messages.request import parse_messages
 from hadal.gateway.api.openai.reply import ChatFormatter, CompletionFormatter
@@ -109,17 +110,21 @@ class MessagesDialect:
     paths: tuple[str, ...] = ("/v1/messages", "/messages", "/anthropic/v1/messages")
     id_prefix = "msg_"
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, unasked_thinking: str) -> None:
         self._service = service
+        self._parse = partial(parse_messages, unasked=unasked_thinking)
 
     async def parse(self, body: bytes, reply_id: str, tenant: Tenant) -> Work:
-        return await self._service.chat(body, reply_id, tenant, parse_messages)
+        with in_anthropics_words():
+            return await self._service.chat(body, reply_id, tenant, self._parse)
 
     def format(self, work: Work) -> Formatter:
         return partial(
             MessagesFormatter,
             max_tokens=work.ask.max_tokens or 0,
             context_tokens=self._service.model.context_tokens,
+            hides_reasoning=work.ask.hides_reasoning,
+            edits=work.edits,
         )
 
     def describe(self) -> Operation:
@@ -202,7 +207,7 @@ def dialects_of(gateway: Gateway) -> list[Dialect[Any]]:
     return [
         ChatDialect(service),
         CompletionDialect(service),
-        MessagesDialect(service),
+        MessagesDialect(service, gateway.deployment.gateway.unasked_thinking),
         ResponsesDialect(
             service,
             gateway.responses,

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from hadal.gateway.api.openai.request import (
     parse_completion,
     with_model,
 )
-from hadal.gateway.api.shapes import Detokenized, Tokenized
+from hadal.gateway.api.shapes import Detokenized, OriginalCount, TokenCount, Tokenized
 from hadal.gateway.desk.auth import PRIORITY, Tenant
 from hadal.gateway.desk.lanes import Lane, Lanes
 from hadal.gateway.desk.salts import salt_within
@@ -47,6 +47,7 @@ from hadal.gateway.text.asks import (
     CommonFields,
     CompletionAsk,
     SamplingDefaults,
+    Turn,
     with_defaults,
 )
 from hadal.gateway.text.chat import (
@@ -58,6 +59,7 @@ from hadal.gateway.text.chat import (
     read_chat_format,
 )
 from hadal.gateway.text.dsml import Dsml
+from hadal.gateway.text.edits import AppliedEdit, EditedPrompt, edit_prompt
 from hadal.gateway.text.formats import Formats
 from hadal.gateway.text.lengths import check_length, encode_within
 from hadal.gateway.text.piece import ScoredPrompt
@@ -74,6 +76,10 @@ the model writes the middle (DeepSeek-V3's technical report, 3.1).
 """
 COUNTED_CONTEXTS = 2
 """Longest prompt that is only counted, as a multiple of the model's context."""
+EDITED_CONTEXTS = 16
+"""Longest prompt before its edits, as a multiple of the model's context: clients send the whole
+conversation in each request.
+"""
 OFF_LOOP_BYTES = 1024
 """Largest completion body that is parsed and tokenised on the event loop. Larger ones, chats, and
 answers with a format use a thread. A tokenizer takes 1 to 2 ms for a body of this size.
@@ -191,6 +197,8 @@ class Work:
     ask: CommonFields
     choices: tuple[Choice, ...]
     num_prompt_tokens: int
+    edits: tuple[AppliedEdit, ...] | None = field(default=None, kw_only=True)
+    """Edits of the conversation; None: the client did not mention any."""
 
 
 def _scored(work: Work, asked: CompletionAsk) -> Work:
@@ -255,13 +263,17 @@ class Service:
             return begun
         return await self._run(self._lanes.grammars, tenant, begun)
 
-    async def count(self, body: bytes, tenant: Tenant, parse: Callable[[bytes], ChatAsk]) -> int:
+    async def count(
+        self, body: bytes, tenant: Tenant, parse: Callable[[bytes], ChatAsk]
+    ) -> TokenCount:
         """Return the number of tokens in a chat's prompt. Raises RequestError, ApiError."""
 
-        def number() -> int:
+        def number() -> TokenCount:
             parsed = parse(body)
             self._check(parsed.ask, tenant)
-            return len(self._prompt(parsed, self._max_counted_tokens).ids)
+            edited = self._edited(parsed, self._max_counted_tokens)
+            original = OriginalCount(edited.num_original_tokens)
+            return TokenCount(len(edited.prompt.ids), None if edited.applied is None else original)
 
         return await self.off_loop(tenant, number, len(body))
 
@@ -322,7 +334,7 @@ class Service:
     def _chat(self, parsed: ChatAsk, request_id: str, tenant: Tenant) -> Work | Callable[[], Work]:
         """Return the work, or a function that makes it, to be run in the grammars lane."""
         self._check(parsed.ask, tenant)
-        prompt = self._prompt(parsed, self._max_prompt_tokens)
+        edited = self._edited(parsed, self._max_prompt_tokens)
         chat = self.model.chat
         calls, choosing = None, parsed.rendering.choosing
         if chat is not None and chat.tools and choosing.tools:
@@ -331,14 +343,18 @@ class Service:
         finish = partial(
             self._work,
             parsed.ask,
-            [(prompt, "")],
+            [(edited.prompt, "")],
             request_id,
             tenant,
             sections=True,
             calls=calls,
             budget=parsed.budget,
         )
-        return finish() if calls is None and parsed.ask.format is None else finish
+
+        def finish_edited() -> Work:
+            return dataclasses.replace(finish(), edits=edited.applied)
+
+        return finish_edited() if calls is None and parsed.ask.format is None else finish_edited
 
     def _check_thinking(self, parsed: ChatAsk) -> None:
         """Raise RequestError if this model does not support the requested thinking or budget."""
@@ -355,6 +371,20 @@ class Service:
                 f" {THINK_CLOSE} as a single token. Leave it out, and send max_tokens.",
                 parsed.budget_field,
             )
+
+    def _edited(self, parsed: ChatAsk, max_tokens: int) -> EditedPrompt:
+        """Return a chat as tokens, after its edits. Raises RequestError, also for far more than
+        `max_tokens`, or than EDITED_CONTEXTS allow before edits.
+        """
+        edits = parsed.edits or ()
+        if edits:
+            max_tokens = max(max_tokens, EDITED_CONTEXTS * self.model.context_tokens)
+
+        def render(turns: tuple[Turn, ...]) -> Prompt:
+            return self._prompt(dataclasses.replace(parsed, turns=turns), max_tokens)
+
+        edited = edit_prompt(parsed.turns, edits, render)
+        return dataclasses.replace(edited, applied=None) if parsed.edits is None else edited
 
     def _prompt(self, parsed: ChatAsk, max_tokens: int) -> Prompt:
         """Return a chat as tokens. Raises RequestError, also for far more than `max_tokens`."""

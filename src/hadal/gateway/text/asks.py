@@ -95,6 +95,8 @@ class CommonFields:
     """Required format of the answer; None: any text."""
     omits_reasoning: bool = False
     """True: the reply omits the text of its reasoning."""
+    hides_reasoning: bool = False
+    """True: the reply also omits the parts of /v1/messages that would have the reasoning."""
     ends_with_room: bool = False
     """True: max_tokens may exceed the context or the server's limit; the answer then ends there."""
     has_usage_so_far: bool = False
@@ -124,6 +126,34 @@ PLAIN = Rendering()
 
 
 @dataclass(frozen=True)
+class ReasoningEdit:
+    """Removal of the reasoning of all but the last `keep` turns that have some."""
+
+    keep: int = 1
+
+
+@dataclass(frozen=True)
+class ToolUsesEdit:
+    """Removal of the results of all but the last `keep` calls."""
+
+    trigger: int = 100_000
+    """The edit is made above this number of tokens, or of calls if `is_by_calls`."""
+    is_by_calls: bool = False
+    keep: int = 3
+    min_tokens: int = 0
+    """Minimum number of tokens to remove; an edit that would remove fewer is not made."""
+    excluded: frozenset[str] = frozenset()
+    """Names of tools with results that stay."""
+    excluded_ids: frozenset[str] = frozenset()
+    """Ids of calls with results that stay."""
+    inputs: bool | frozenset[str] = False
+    """True: the arguments of these calls are removed too; names: those of these tools."""
+
+
+ContextEdit = ReasoningEdit | ToolUsesEdit
+
+
+@dataclass(frozen=True)
 class ChatAsk:
     """Checked body of /chat/completions, or an equal request of another API."""
 
@@ -136,6 +166,8 @@ class ChatAsk:
     """Request field that set `budget`."""
     switch_field: str = field(default="", compare=False)
     """Request field that demands thinking; "" if none does."""
+    edits: tuple[ContextEdit, ...] | None = None
+    """Edits to make before the chat is rendered; None: the client did not mention any."""
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class ChatFormat:
         )
         prefix, reasoning, goes_on = rendering.prefix, rendering.reasoning, rendering.goes_on
         self._check(turns, kwargs, choosing)
-        given = [each.fields for each in choosing.tools]
+        given = [each.fields for each in choosing.listing]
         template = self._template(has_tools=bool(given))
         turns = self._readable(template, turns)
         texts = [*_texts_of(turns), prefix, reasoning, *texts_in([dict(kwargs), given, schema])]

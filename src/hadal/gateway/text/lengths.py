@@ -12,6 +12,21 @@ from collections.abc import Callable
 
 from hadal.core.errors import RequestError
 
+
+class PromptTooLong(RequestError):
+    """Refusal of a prompt of at least `num_tokens` tokens, where `max_tokens` are allowed."""
+
+    def __init__(self, num_tokens: int, max_tokens: int, field: str) -> None:
+        super().__init__(
+            f"The prompt has {num_tokens} tokens or more; at most {max_tokens} are allowed. Shorten"
+            f" {field}.",
+            field,
+            "context_length_exceeded",
+        )
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+
 PIECE_CHARS = 16 * 1024
 """Length of a piece, in characters."""
 USUAL_CHARS = 4
@@ -25,12 +40,7 @@ def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
     if not num_tokens:
         raise RequestError(f"{field} has no tokens; send some text.", field)
     if num_tokens > max_tokens:
-        raise RequestError(
-            f"The prompt has {num_tokens} tokens or more; at most {max_tokens} are allowed. Shorten"
-            f" {field}.",
-            field,
-            "context_length_exceeded",
-        )
+        raise PromptTooLong(num_tokens, max_tokens, field)
 
 
 def encode_within(

@@ -36,10 +36,13 @@ _BUDGETS = (
 _TYPES: dict[str, bool | None] = {
     "enabled": True,
     "disabled": False,
+    "between_tools": False,
     "adaptive": None,
     "auto": None,
 }
-"""Type of a switch -> think or do not; None leaves it to the template."""
+"""Type of a switch -> think or do not; None leaves it to the template. "between_tools" is
+Anthropic's: no thinking, and notes between calls, which models here write as text.
+"""
 _CONTEXTS = {"all_turns": True, "current_turn": False}
 """Value of reasoning.context -> the prompt has the reasoning of all earlier turns."""
 _EFFORTS = {

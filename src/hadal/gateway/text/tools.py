@@ -102,6 +102,15 @@ class Choosing:
     is_forced: bool = False
     name: str = ""
     is_parallel: bool = True
+    listed: tuple[Tool, ...] | None = None
+    """Tools that the prompt lists before the chat; None: `tools`. They differ if messages of the
+    chat add or remove tools.
+    """
+
+    @property
+    def listing(self) -> tuple[Tool, ...]:
+        """Return the tools for the template to list."""
+        return self.tools if self.listed is None else self.listed
 
     @property
     def is_demanded(self) -> bool:
@@ -287,12 +296,23 @@ def read_tools(
     """Read a client's tools, as in /chat/completions; errors use `words`. `wheres`: path of each
     tool, if they are not one list. Raises RequestError.
     """
-    if len(given) > MAX_TOOLS:
-        raise RequestError(
-            f"tools has {len(given)} entries; at most {MAX_TOOLS} are allowed.", "tools"
-        )
+    check_num_tools(len(given))
     wheres = wheres or [f"tools[{index}]" for index in range(len(given))]
-    tools = tuple(_read_tool(each, at, words) for each, at in zip(given, wheres, strict=True))
+    tools = tuple(read_tool(each, at, words) for each, at in zip(given, wheres, strict=True))
+    check_tools(tools, words)
+    return tools
+
+
+def check_num_tools(num_tools: int) -> None:
+    """Raise RequestError for more than MAX_TOOLS tools."""
+    if num_tools > MAX_TOOLS:
+        raise RequestError(
+            f"tools has {num_tools} entries; at most {MAX_TOOLS} are allowed.", "tools"
+        )
+
+
+def check_tools(tools: Sequence[Tool], words: ToolWords = CHAT_WORDS) -> None:
+    """Raise RequestError for two tools of one name, or for too many bytes of strict schemas."""
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
@@ -306,7 +326,6 @@ def read_tools(
             f" {MAX_HELD_BYTES} are allowed.",
             "tools",
         )
-    return tools
 
 
 def num_schema_bytes(tool: Tool) -> int:
@@ -336,7 +355,8 @@ def followed(tool: Tool, most_bytes: int) -> tuple[Tool, str]:
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def _read_tool(given: Any, where: str, words: ToolWords) -> Tool:
+def read_tool(given: Any, where: str, words: ToolWords) -> Tool:
+    """Read one tool, which stands at `where` in the request. Raises RequestError."""
     if not isinstance(given, dict) or given.get("type") != "function":
         raise RequestError(f"{where}.type: only tools of type 'function' are supported.", where)
     function = given.get("function")

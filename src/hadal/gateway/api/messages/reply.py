@@ -7,13 +7,17 @@ then message_delta and message_stop
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from hadal.gateway.api.messages.edits import report
+from hadal.gateway.api.messages.signatures import signed
 from hadal.gateway.api.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.api.reply import Head, Outcome, Usage
 from hadal.gateway.edge.errors import ApiError
+from hadal.gateway.text.edits import AppliedEdit
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.vocabulary import Vocabulary
 
@@ -32,10 +36,21 @@ class MessagesFormatter:
     keep_alive = PING
 
     def __init__(
-        self, head: Head, vocabulary: Vocabulary, *, max_tokens: int, context_tokens: int
+        self,
+        head: Head,
+        vocabulary: Vocabulary,
+        *,
+        max_tokens: int,
+        context_tokens: int,
+        hides_reasoning: bool = False,
+        edits: Sequence[AppliedEdit] | None = None,
     ) -> None:
-        """`max_tokens`: the client's limit."""
+        """`max_tokens`: the client's limit. `hides_reasoning`: there are no thinking blocks.
+        `edits`: edits to report; None: no report.
+        """
         self._head = head
+        self._hides_reasoning = hides_reasoning
+        self._edits = edits
         self._max_tokens = max_tokens
         self._context_tokens = context_tokens
         self._fold = PartFold()
@@ -48,26 +63,42 @@ class MessagesFormatter:
         return b""
 
     def chunks(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        changes = self._fold.take(piece)
+        changes = self._fold.take(self._shown(piece))
         if piece.finish is not None:
             changes += self._fold.end()
             self._last = piece
-        return b"".join(map(self._events, changes))
+        data = b"".join(map(self._events, changes))
+        # Shows the client that the stream is alive while the model thinks.
+        return data or (PING if piece.reasoning else b"")
 
     def end(self, usage: Usage) -> bytes:
         reason = {
             "stop_reason": self._reason(self._last, usage),
             "stop_sequence": self._last.stop,
         }
-        return _event("message_delta", delta=reason, usage=_usage(usage)) + _event("message_stop")
+        fields = {"delta": reason, "usage": _usage(usage), **self._reported()}
+        return _event("message_delta", **fields) + _event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + error.message_body + b"\n\n"
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         piece = outcomes[0].piece
-        content = [self._block(part) for part in parts_of(piece)]
-        return _encode(self._message(content, self._reason(piece, usage), piece.stop, usage))
+        content = [self._block(part) for part in parts_of(self._shown(piece))]
+        message = self._message(content, self._reason(piece, usage), piece.stop, usage)
+        return _encode({**message, **self._reported()})
+
+    def _shown(self, piece: Piece) -> Piece:
+        return replace(piece, reasoning="") if self._hides_reasoning else piece
+
+    def _reported(self) -> dict[str, Any]:
+        return {} if self._edits is None else {"context_management": report(self._edits)}
+
+    def _signature(self, part: ReplyPart) -> str:
+        """Return the signature of a thinking block. It carries a text that the block omits."""
+        if self._head.omits_reasoning:
+            return signed(self._head.id, part.text)
+        return self._head.id
 
     def _reason(self, piece: Piece, usage: Usage) -> str | None:
         # A reply with tool calls ends with tool_use, even if it met a stop sequence.
@@ -100,7 +131,7 @@ class MessagesFormatter:
         text = part.text
         if part.kind is PartKind.REASONING:
             shown = "" if self._head.omits_reasoning else text
-            return {"type": "thinking", "thinking": shown, "signature": self._head.id}
+            return {"type": "thinking", "thinking": shown, "signature": self._signature(part)}
         if part.kind is PartKind.TEXT:
             return _text_block(text)
         return _call_block(part, _object_of(text))
@@ -116,7 +147,8 @@ class MessagesFormatter:
             return _delta(part.index, {"type": delta, field: change.text})
         signature = b""
         if kind is PartKind.REASONING:
-            signature = _delta(part.index, {"type": "signature_delta", "signature": self._head.id})
+            signed_as = {"type": "signature_delta", "signature": self._signature(part)}
+            signature = _delta(part.index, signed_as)
         return signature + _event("content_block_stop", index=part.index)
 
 

@@ -1,0 +1,30 @@
+"""Refusals of /v1/messages: in the words by which Anthropic's clients know them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from hadal.core.errors import RequestError
+from hadal.gateway.text.lengths import PromptTooLong
+
+
+def refuse(where: str, why: str) -> NoReturn:
+    """Raise RequestError for the field `where`, which begins the message."""
+    raise RequestError(f"{where} {why}.", where)
+
+
+@contextmanager
+def in_anthropics_words() -> Iterator[None]:
+    """Reword the refusal of a prompt that is too long. Clients read the numbers from its text, and
+    shorten the conversation.
+    """
+    try:
+        yield
+    except PromptTooLong as error:
+        raise RequestError(
+            f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum",
+            error.param,
+            error.code,
+        ) from None
