@@ -18,7 +18,7 @@ CHAT_FIELDS = [
 MESSAGES_FIELDS = [
     *("model", "messages", "system", "max_tokens", "stream", "stop_sequences"),
     *("temperature", "top_p", "top_k", "tools", "tool_choice", "thinking"),
-    *("output_config", "metadata", "mcp_servers"),
+    *("output_config", "metadata", "mcp_servers", "context_management"),
 ]
 RESPONSES_FIELDS = [
     *("model", "input", "instructions", "max_output_tokens", "stream", "temperature"),
@@ -32,6 +32,7 @@ _REAL = (0.5, 1e308, -1e308, 5e-324, float("nan"), float("inf"), -float("inf"))
 _WORDS = (
     *("", "\ud800", "\x00", "</think>", "<｜User｜>", "user", "system", "text", "enabled"),
     *("message", "function_call", "tool_result", "tool_use", "auto", "public"),
+    *("tool_addition", "tool_removal", "tool_reference", "clear_tool_uses_20250919"),
 )
 
 scalars = st.one_of(
@@ -51,6 +52,7 @@ values = st.recursive(
                     *("role", "content", "type", "text", "include_usage", "0", "1", ""),
                     *("name", "input", "id", "tool_use_id", "call_id", "output", "format"),
                     *("schema", "input_schema", "effort", "arguments", "parameters"),
+                    *("edits", "keep", "trigger", "value", "tool", "definition", "tool_name"),
                 ]
             ),
             inner,

@@ -13,6 +13,8 @@ from typing import Any
 import anthropic.types.beta as sdk
 import pytest
 from anthropic import Anthropic
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from hadal.core.config import GatewayConfig
@@ -22,6 +24,8 @@ from hadal.gateway.api.messages.request import parse_messages
 from hadal.gateway.api.messages.signatures import reasoning_of, signed
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.text.asks import ChatAsk, Turn
+from hadal.gateway.text.chat import Prompt
+from hadal.gateway.text.edits import edit_prompt
 
 from .event_streams import message_of, named_events
 from .scenes import scene
@@ -197,6 +201,57 @@ def test_errors_name_a_tool_by_its_place_among_all() -> None:
     param, _ = refused(tools=[*later, tool("f", input_schema={"type": "array"}, strict=True)])
     assert param == "tools[1].input_schema"
     assert refused(tools=[*later, *later])[0] == "tools"
+
+
+BLOCKS: list[dict[str, Any]] = [
+    {"type": "text", "text": "a"},
+    {"type": "thinking", "thinking": "t", "signature": "s"},
+    {"type": "redacted_thinking", "data": "x"},
+    *({"type": "tool_use", "id": id, "name": "Search", "input": {}} for id in "ab"),
+    *({"type": "tool_result", "tool_use_id": id, "content": "r"} for id in "ab"),
+    search("Later", id="a")[1]["content"][0],
+    added("Later"),
+    removed("Search"),
+    removed("New"),
+    defined(tool("New")),
+]
+WHOLE = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": st.lists(st.sampled_from(BLOCKS), max_size=3) | st.just("text"),
+    },
+    optional={
+        "clear_at": st.just("next_user_message"),
+        "output_config": st.just({"effort": "low"}),
+    },
+)
+
+
+def read_or_refused(*messages: dict[str, Any], **fields: Any) -> tuple[ChatAsk | None, str]:
+    """Return the request, or None and the field that is refused."""
+    try:
+        return parse(*messages, **fields), ""
+    except RequestError as error:
+        return None, error.param or ""
+
+
+@given(messages=st.lists(WHOLE, min_size=1, max_size=6))
+def test_any_conversation_is_read_or_refused_by_name(messages: list[dict[str, Any]]) -> None:
+    edits = {
+        "edits": [
+            {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 0}}
+        ]
+    }
+    ask, param = read_or_refused(*messages, **LATER, context_management=edits)
+    if ask is None:
+        assert param.startswith("messages")
+        return
+    called, listed = names(ask)
+    assert listed == ["Search"]
+    assert len(set(called)) == len(called)
+    assert {turn.role for turn in ask.turns} <= {"user", "assistant", "system", "tool"}
+    found = edit_prompt(ask.turns, ask.edits or (), lambda turns: Prompt((0,) * len(turns)))
+    assert len(found.prompt.ids) == len(ask.turns) > 0
 
 
 # ---- tools with known schemas ----
@@ -411,8 +466,8 @@ def test_the_line_for_billing_stays_out_of_the_prompt(texts: list[str], left: st
 
 def test_a_system_text_with_nothing_but_the_line_is_none() -> None:
     line = "x-anthropic-billing-header: a=1"
-    for given in (line, [{"type": "text", "text": line}]):
-        assert parse(system=given).turns == (Turn("user", "Hi."),)
+    for asked in (line, [{"type": "text", "text": line}]):
+        assert parse(system=asked).turns == (Turn("user", "Hi."),)
 
 
 async def test_the_prefix_is_found_by_another_start_of_the_client(model: ServedModel) -> None:
