@@ -57,7 +57,11 @@ def chat(**fields: Any) -> ChatAsk:
 def as_message(ask: ChatAsk) -> ChatAsk:
     """Return the same request as /v1/messages would ask it."""
     hides = ask.rendering.thinking is False
-    return replace(ask, ask=replace(ask.ask, ends_with_room=True, hides_reasoning=hides))
+    return replace(
+        ask,
+        ask=replace(ask.ask, ends_with_room=True, hides_reasoning=hides),
+        rendering=replace(ask.rendering, keeps_places=True),
+    )
 
 
 # ---- meaning of bodies ----

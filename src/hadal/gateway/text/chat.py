@@ -24,6 +24,7 @@ from hadal.gateway.text.asks import PLAIN, PastCall, Rendering, Turn
 from hadal.gateway.text.dsml import Dsml
 from hadal.gateway.text.dsml_chats import form_in, form_of_folder, template_of
 from hadal.gateway.text.lengths import check_length, encode_within
+from hadal.gateway.text.places import SAMPLE, in_place, keeps_places
 from hadal.gateway.text.shield import Marks, Shield, texts_in
 from hadal.gateway.text.template import ConfinedProcess
 from hadal.gateway.text.template_files import DEFAULT, WITH_TOOLS, read_templates
@@ -56,6 +57,8 @@ _REASONING = "reasoning_content"
 """Field of an assistant's message that templates read for its reasoning."""
 _SAMPLE_REASONING = "sample-reasoning-0"
 """Reasoning of a sample turn, to find out if a template reads the reasoning of earlier turns."""
+_REMINDS = {"system_reminders": True}
+"""Option by which a template keeps the places of system messages, in its own form of a reminder."""
 _KEEPING = {
     "thinking": True,
     "enable_thinking": True,
@@ -156,6 +159,9 @@ class ChatFormat:
         self._check(turns, kwargs, choosing)
         given = [each.fields for each in choosing.listing]
         template = self._template(has_tools=bool(given))
+        if rendering.keeps_places and any(turn.role == "system" for turn in turns[1:]):
+            kwargs = {**kwargs, **_REMINDS}
+            turns = turns if self._keeps_places(template) else in_place(turns)
         turns = self._readable(template, turns)
         texts = [*_texts_of(turns), prefix, reasoning, *texts_in([dict(kwargs), given, schema])]
         shield = self._marks.shield(texts)
@@ -328,6 +334,17 @@ class ChatFormat:
         yield asked, answer
         yield asked, answer, asked
 
+    def _keeps_places(self, template: _Template) -> bool:
+        """Return True if the template shows a system message where it stands in the chat."""
+        if template.keeps_places is None:
+            template.keeps_places = False
+            with contextlib.suppress(RequestError):
+                text = self._render(
+                    template, [*map(dict, SAMPLE)], _REMINDS, _CHARS_PER_MESSAGE
+                )
+                template.keeps_places = keeps_places(text)
+        return template.keeps_places
+
     def _own_ids(self, turns: Sequence[Turn]) -> dict[str, str]:
         """Return call id -> id in the model's own form, for calls with other ids (a chat may have
         begun on another server). Empty for models without a form of their own.
@@ -435,6 +452,8 @@ class _Template:
     """Accepted form of calls; None: not determined yet."""
     reads_reasoning: bool | None = None
     """True if it reads the reasoning of earlier turns; None: not determined yet."""
+    keeps_places: bool | None = None
+    """True: it shows a system message where it stands; None: not determined yet."""
 
     @cached_property
     def lists_tools(self) -> bool:

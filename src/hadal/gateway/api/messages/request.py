@@ -122,11 +122,8 @@ def _chat_of(request: MessagesRequest, named: NamedBody, unasked: str) -> ChatAs
         )
     _check_formats(request)
     output = request.output_config or OutputConfig()
-    # DeepSeek's converter for this API has a system message between turns in the user's turn.
-    has_reminders = any(message.role == "system" for message in request.messages)
-    reminds = {"system_reminders": True} if has_reminders else None
     effort = effort_of(request.messages) or output.effort
-    thinking = read_thinking(request, output_effort=effort, variables=reminds)
+    thinking = read_thinking(request, output_effort=effort)
     tools = AvailableTools(request.tools or [])
     chat = read_turns(request.system, request.messages, tools)
     choosing = tools.choosing(request.tool_choice or ToolChoice("auto"))
@@ -158,7 +155,13 @@ def _chat_of(request: MessagesRequest, named: NamedBody, unasked: str) -> ChatAs
     return ChatAsk(
         ask,
         turns,
-        Rendering(False if is_off else thinking.is_on, thinking.template_kwargs, choosing, prefix),
+        Rendering(
+            False if is_off else thinking.is_on,
+            thinking.template_kwargs,
+            choosing,
+            prefix,
+            keeps_places=True,
+        ),
         budget=thinking.budget,
         budget_field=thinking.budget_field,
         switch_field=thinking.switch_field,

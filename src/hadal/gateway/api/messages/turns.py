@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -242,19 +242,10 @@ class _MessageReader:
                 pass  # Redacted thinking: only the server that made it can read it.
 
     def _change(self, text: str) -> None:
-        """Show a change of tools. It is added to the turn before: many templates move system texts
-        to the prompt's beginning, which would then differ from the cached one.
-        """
+        """Show a change of tools in the message's turn."""
         self._num_others += 1
-        turns = self._chat.turns
-        if not text:
-            return
-        if not turns or turns[-1].role not in ("user", "tool"):
+        if text:
             self._texts.append(text)
-            return
-        last = turns[-1]
-        turns[-1] = replace(last, content=f"{last.content}\n{text}")
-        self._chat.defining_ids.add(last.call_id)
 
     def _result(
         self, content: str | Sequence[TextBlock | ToolReference], id: str, where: str

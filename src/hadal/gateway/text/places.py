@@ -1,0 +1,42 @@
+"""Keep system messages between other turns at their place, with templates that move them.
+
+Most templates of this family write all system messages at the prompt's beginning. A client that
+adds one in each round would then change the beginning each time, and find nothing in the cache.
+Such a message goes into the turn before it, in the marks of DeepSeek's converter (deepseek-recipe).
+
+    system, user, system        -->  system, user with <system-reminder> ... </system-reminder>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hadal.gateway.text.asks import Turn
+
+FIRST, SECOND = "first text", "second text"
+SAMPLE = ({"role": "user", "content": FIRST}, {"role": "system", "content": SECOND})
+"""Messages that show if a template keeps the place of a system message."""
+
+
+def keeps_places(rendered: str) -> bool:
+    """Return True if a template kept the place of the system message in SAMPLE."""
+    return 0 <= rendered.find(FIRST) < rendered.find(SECOND)
+
+
+def in_place(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Return the turns without system messages, except for those at the beginning."""
+    found: list[Turn] = []
+    for turn in turns:
+        if turn.role == "system" and found and found[-1].role != "system":
+            text = f"<system-reminder>\n{turn.content}\n</system-reminder>"
+            role = "tool" if found[-1].role == "tool" else "user"
+            turn = Turn(role, text, call_id=found[-1].call_id)
+        elif turn.role != "user":
+            found.append(turn)
+            continue
+        if found and found[-1].role == turn.role:
+            found[-1] = replace(found[-1], content=f"{found[-1].content}\n{turn.content}")
+        else:
+            found.append(turn)
+    return tuple(found)

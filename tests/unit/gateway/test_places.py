@@ -1,0 +1,86 @@
+"""System messages between other turns, in /v1/messages: their place in the prompt of any template."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.gateway.desk.service import read_served_model
+from hadal.gateway.text.asks import PastCall, Rendering, Turn
+from hadal.gateway.text.places import in_place
+
+from .model_folder import ASSISTANT, TEMPLATE, USER, write_model_folder
+
+MOVING = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    + TEMPLATE.replace("{{ m['content'] }}{% elif", "{% elif", 1)
+)
+"""Template that writes all system messages at the beginning, as DeepSeek's do."""
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('only the first message may be a system message') }}{% endif %}{% endfor %}"
+    + TEMPLATE
+)
+TURNS = (
+    Turn("system", "Rules."),
+    Turn("user", "Hi."),
+    Turn("system", "Be brief."),
+    Turn("assistant", "Hello."),
+    Turn("user", "And?"),
+)
+
+
+@pytest.mark.promise("A message of role `system` between the others keeps its place in the prompt")
+@pytest.mark.parametrize("template", [TEMPLATE, MOVING, STRICT])
+def test_a_system_message_keeps_its_place(tmp_path: Path, template: str) -> None:
+    model = read_served_model(write_model_folder(tmp_path / "m", template=template), "small")
+    assert model.chat is not None
+    rendering = Rendering(opens_reply=False, keeps_places=True)
+
+    def text(turns: tuple[Turn, ...]) -> str:
+        assert model.chat is not None
+        return model.vocabulary.decode(model.chat.prompt(turns, rendering, max_tokens=4000).ids)
+
+    texts = [text(TURNS[:number]) for number in (2, 3, 4, 5)]
+    for shorter, longer in itertools.pairwise(texts):
+        assert longer.startswith(shorter), "each turn only adds to the prompt"
+    parts = [texts[-1].index(part) for part in ("Rules.", "Hi.", "Be brief.", "Hello.", "And?")]
+    assert parts == sorted(parts)
+    assert texts[-1].count(USER) == 2
+    assert texts[-1].count(ASSISTANT) == 1
+    assert ("<system-reminder>" in texts[-1]) == (template != TEMPLATE)
+
+
+def test_a_system_message_goes_into_the_turn_before_it() -> None:
+    call = PastCall("a", "f", "{}")
+    turns = (
+        Turn("system", "0"),
+        Turn("system", "1"),
+        Turn("user", "2"),
+        Turn("assistant", "", (call,)),
+        Turn("tool", "3", call_id="a"),
+        Turn("system", "4"),
+        Turn("assistant", "5", reasoning="r"),
+        Turn("system", "6"),
+        Turn("user", "7"),
+    )
+    assert in_place(turns) == (
+        *turns[:4],
+        Turn("tool", "3\n<system-reminder>\n4\n</system-reminder>", call_id="a"),
+        turns[6],
+        Turn("user", "<system-reminder>\n6\n</system-reminder>\n7"),
+    )
+
+
+@given(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), max_size=8))
+def test_texts_keep_their_order(roles: list[str]) -> None:
+    turns = tuple(Turn(role, f"<{at}>") for at, role in enumerate(roles))
+    whole = "".join(turn.content for turn in in_place(turns))
+    places = [whole.index(turn.content) for turn in turns]
+    assert places == sorted(places)
+    begun = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
+    assert [turn.role for turn in in_place(turns)].count("system") == begun
