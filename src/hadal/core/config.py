@@ -47,8 +47,6 @@ def _one_of(*names: str) -> Meta:
 Switch = Annotated[str, _one_of(AUTO, OFF)]
 LOCAL, RAY = "local", "ray"
 """Values of `ClusterConfig.on`: where units run."""
-HIDDEN, THINKS_BY_MODEL = "hidden", "model"
-"""Values of `GatewayConfig.unasked_thinking`, besides OFF."""
 TENANT_PROMISE = 2.0
 """Default of `UnitsConfig.tenant_promise`; `python -m bench rows` prints what each value costs."""
 DRAFTS_MAX = 3
@@ -296,10 +294,10 @@ class GatewayConfig(ConfigTable, frozen=True):
     """True: /metrics needs no key. False: it needs a key with the right to operate, like /audit."""
     access_log: Annotated[str, _one_of("on", OFF)] = "on"
     """Log line for each request: "on" or "off"."""
-    unasked_thinking: Annotated[str, _one_of(OFF, HIDDEN, THINKS_BY_MODEL)] = OFF
+    unasked_thinking: Annotated[str, _one_of(OFF, "model")] = OFF
     """Thinking for a request of /v1/messages without `thinking`. "off": none, as in Anthropic's
-    service. "hidden": the chat template decides, and the reply has no thinking blocks; for models
-    that always think. "model": the chat template decides, as in DeepSeek's service.
+    service; a model that always thinks does not show it. "model": the chat template decides, as in
+    DeepSeek's service.
     """
     keep_responses_s: Annotated[float, Meta(ge=0, le=86400 * 30)] = 3600.0
     """Time for which a response of /v1/responses can be read and continued. 0: responses are not kept."""

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic.types.beta as sdk
@@ -22,12 +23,13 @@ from hadal.core.errors import RequestError
 from hadal.gateway.api.messages.known_tools import KNOWN_TOOLS
 from hadal.gateway.api.messages.request import parse_messages
 from hadal.gateway.api.messages.signatures import reasoning_of, signed
-from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.desk.service import ServedModel, read_served_model
 from hadal.gateway.text.asks import ChatAsk, Turn
 from hadal.gateway.text.chat import Prompt
 from hadal.gateway.text.edits import edit_prompt
 
 from .event_streams import message_of, named_events
+from .model_folder import TEMPLATE, write_model_folder
 from .scenes import scene
 from .serving import serving
 from .test_tools import V31, written
@@ -72,8 +74,8 @@ def body(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {**asked, **fields}
 
 
-def parse(*messages: dict[str, Any], unasked: str = "off", **fields: Any) -> ChatAsk:
-    return parse_messages(json.dumps(body(*messages, **fields)).encode(), unasked)
+def parse(*messages: dict[str, Any], **fields: Any) -> ChatAsk:
+    return parse_messages(json.dumps(body(*messages, **fields)).encode())
 
 
 def refused(*messages: dict[str, Any], **fields: Any) -> tuple[str | None, str]:
@@ -323,8 +325,13 @@ def test_other_types_are_refused_by_name(kind: str) -> None:
 TEXT = "Easy.</think>\n\nThe answer is 4."
 
 
+HYBRID = TEMPLATE.replace("<think>", "{{ '<think>' if thinking | default(true) else '</think>' }}")
+"""Template that heeds the switch, as DeepSeek-V3.1's does."""
+
+
 @pytest.mark.promise("Without `thinking` nothing is thought")
-async def test_without_thinking_nothing_is_thought(model: ServedModel) -> None:
+async def test_without_thinking_nothing_is_thought(tmp_path: Path) -> None:
+    model = read_served_model(write_model_folder(tmp_path / "m", template=HYBRID), "small")
     async with scene(model, "The answer is 4.") as it:
         for stream in (False, True):
             message = await answer(it, stream=stream)
@@ -332,6 +339,8 @@ async def test_without_thinking_nothing_is_thought(model: ServedModel) -> None:
             assert message["usage"]["output_tokens_details"]["thinking_tokens"] == 0
             prompt = model.vocabulary.decode(it.units.submitted[-1].prompt)
             assert prompt.rstrip().endswith("</think>")
+        await answer(it, thinking={"type": "adaptive"})
+        assert model.vocabulary.decode(it.units.submitted[-1].prompt).endswith("<think>\n")
 
 
 async def answer(it: World, **fields: Any) -> dict[str, Any]:
@@ -344,12 +353,17 @@ async def answer(it: World, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.promise("its blocks are not sent, and `usage` counts them")
-@pytest.mark.parametrize("unasked", ["off", "hidden"])
-async def test_a_model_that_thinks_all_the_same_is_not_shown_to_do_so(
-    model: ServedModel, unasked: str
+@pytest.mark.parametrize("opens", [True, False])
+async def test_a_model_that_always_thinks_does_not_show_it(
+    model: ServedModel, tmp_path: Path, opens: bool
 ) -> None:
-    text = f"<think>{TEXT}" if unasked == "off" else TEXT
-    async with scene(model, text, settings=GatewayConfig(unasked_thinking=unasked)) as it:
+    """The template opens the reasoning, or else the model does."""
+    text = TEXT
+    if not opens:
+        plain = TEMPLATE.replace("<think>\n", "")
+        model = read_served_model(write_model_folder(tmp_path / "m", template=plain), "small")
+        text = f"<think>{TEXT}"
+    async with scene(model, text) as it:
         whole, streamed = await answer(it), await answer(it, stream=True)
         for message in (whole, streamed):
             (block,) = message["content"]
@@ -357,9 +371,16 @@ async def test_a_model_that_thinks_all_the_same_is_not_shown_to_do_so(
             assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
         reply = await it.client.post("/v1/messages", json=body(stream=True))
         assert b"event: ping" in reply.content, "the client sees that the stream is alive"
+        prompt = model.vocabulary.decode(it.units.submitted[-1].prompt)
+        assert prompt.endswith("<think>\n") == opens
+        await answer(it, thinking={"type": "disabled"})
+        prompt = model.vocabulary.decode(it.units.submitted[-1].prompt)
+        assert not prompt.endswith("<think>\n")
 
 
-@pytest.mark.promise("`unasked_thinking` in the deployment's table `[gateway]`")
+@pytest.mark.promise(
+    'With the setting `unasked_thinking = "model"` in the deployment\'s table `[gateway]` the chat template decides'
+)
 async def test_a_deployment_may_leave_it_to_the_model(model: ServedModel) -> None:
     async with scene(model, TEXT, settings=GatewayConfig(unasked_thinking="model")) as it:
         for stream in (False, True):
@@ -386,6 +407,7 @@ def test_whatever_asks_for_thinking_is_heeded() -> None:
     for fields in ({}, {"output_config": {"effort": "high"}}, {"thinking": {"type": "disabled"}}):
         ask = parse(**fields)
         assert (ask.rendering.thinking, ask.ask.hides_reasoning) == (False, True)
+        assert ask.rendering.may_stay_open == ("thinking" not in fields)
 
 
 # ---- thinking of earlier turns ----

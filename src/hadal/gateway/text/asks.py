@@ -119,6 +119,8 @@ class Rendering:
     """True: the template may add the header of the assistant's next turn."""
     goes_on: bool = False
     """True: the prompt ends with the last turn's text, and the reply continues it."""
+    may_stay_open: bool = False
+    """True: with `thinking` False, a reasoning that the template opens all the same stays open."""
     keeps_places: bool = False
     """True: no system message between other turns moves to the prompt's beginning."""
 

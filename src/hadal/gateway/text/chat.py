@@ -200,7 +200,8 @@ class ChatFormat:
             )
         is_open = not thinks and not prefix and not text.rstrip().endswith(THINK_CLOSE)
         text += shield.put(reasoning)
-        if thinks and (thinking is False or prefix):
+        is_closed = thinking is False and not rendering.may_stay_open
+        if thinks and (is_closed or prefix):
             text += THINK_CLOSE if isinstance(self.tools, Dsml) else f"\n{THINK_CLOSE}\n\n"
             thinks = False
         if not goes_on:

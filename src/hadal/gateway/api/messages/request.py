@@ -5,7 +5,7 @@
 Messages become turns in turns.py, tools in tools.py, edits of the conversation in edits.py. A
 reply is a message of blocks of text, thinking and tool_use; in a stream, each block begins, grows
 and stops. Without `thinking` in the request nothing is thought, as in Anthropic's service, unless
-the deployment has another setting.
+the deployment has another setting. A model that always thinks does so without showing it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import msgspec
 from msgspec import Meta
 
 from hadal.core.balance import OFF
-from hadal.core.config import THINKS_BY_MODEL
 from hadal.core.errors import RequestError
 from hadal.gateway.api.base import Common, Extensions, common_fields, extensions, schema_format
 from hadal.gateway.api.decoding import NO_SCHEMA, decode
@@ -128,7 +127,7 @@ def _chat_of(request: MessagesRequest, named: NamedBody, unasked: str) -> ChatAs
     chat = read_turns(request.system, request.messages, tools)
     choosing = tools.choosing(request.tool_choice or ToolChoice("auto"))
     turns, prefix = _without_last(request.messages, chat.turns)
-    is_off, hides = _unasked(request, thinking, unasked)
+    is_off = unasked == OFF and not _is_asked(request, thinking)
     common = Common(
         model=request.model,
         stream=request.stream,
@@ -149,7 +148,7 @@ def _chat_of(request: MessagesRequest, named: NamedBody, unasked: str) -> ChatAs
         omits_reasoning=(
             isinstance(request.thinking, ThinkingSwitch) and request.thinking.display == "omitted"
         ),
-        hides_reasoning=hides,
+        hides_reasoning=is_off or thinking.is_on is False,
         ends_with_room=True,  # Clients send a default max_tokens even if their user set none.
     )
     return ChatAsk(
@@ -160,6 +159,7 @@ def _chat_of(request: MessagesRequest, named: NamedBody, unasked: str) -> ChatAs
             thinking.template_kwargs,
             choosing,
             prefix,
+            may_stay_open=is_off,
             keeps_places=True,
         ),
         budget=thinking.budget,
@@ -173,14 +173,10 @@ def _chat_of(request: MessagesRequest, named: NamedBody, unasked: str) -> ChatAs
     )
 
 
-def _unasked(request: CountRequest, thinking: Thinking, unasked: str) -> tuple[bool, bool]:
-    """Return True if thinking is to be turned off because the request does not ask for it, and True
-    if the reply has no thinking blocks.
-    """
-    is_asked = request.thinking is not None or thinking.is_on is not None or thinking.budget_field
-    if is_asked:
-        return False, thinking.is_on is False
-    return unasked == OFF, unasked != THINKS_BY_MODEL
+def _is_asked(request: CountRequest, thinking: Thinking) -> bool:
+    """Return True if the request decides about thinking, or leaves it to the model."""
+    by_other = thinking.is_on is not None or thinking.budget_field
+    return request.thinking is not None or bool(by_other)
 
 
 def _is_disabled(thinking: bool | ThinkingSwitch | None) -> bool:
