@@ -24,7 +24,7 @@ from hadal.gateway.text.asks import PLAIN, PastCall, Rendering, Turn
 from hadal.gateway.text.dsml import Dsml
 from hadal.gateway.text.dsml_chats import form_in, form_of_folder, template_of
 from hadal.gateway.text.lengths import check_length, encode_within
-from hadal.gateway.text.places import SAMPLE, in_place, keeps_places
+from hadal.gateway.text.reminders import SAMPLE, in_place, keeps_places
 from hadal.gateway.text.shield import Marks, Shield, texts_in
 from hadal.gateway.text.template import ConfinedProcess
 from hadal.gateway.text.template_files import DEFAULT, WITH_TOOLS, read_templates

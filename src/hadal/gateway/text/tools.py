@@ -298,9 +298,8 @@ def read_tools(
     """
     check_num_tools(len(given))
     wheres = wheres or [f"tools[{index}]" for index in range(len(given))]
-    tools = tuple(read_tool(each, at, words) for each, at in zip(given, wheres, strict=True))
-    check_tools(tools, words)
-    return tools
+    tools = (read_tool(each, at, words) for each, at in zip(given, wheres, strict=True))
+    return checked_tools(tuple(tools), words)
 
 
 def check_num_tools(num_tools: int) -> None:
@@ -311,8 +310,10 @@ def check_num_tools(num_tools: int) -> None:
         )
 
 
-def check_tools(tools: Sequence[Tool], words: ToolWords = CHAT_WORDS) -> None:
-    """Raise RequestError for two tools of one name, or for too many bytes of strict schemas."""
+def checked_tools(tools: tuple[Tool, ...], words: ToolWords = CHAT_WORDS) -> tuple[Tool, ...]:
+    """Return the tools of a reply. Raises RequestError for two of one name, or for too many bytes
+    of strict schemas.
+    """
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
@@ -326,6 +327,7 @@ def check_tools(tools: Sequence[Tool], words: ToolWords = CHAT_WORDS) -> None:
             f" {MAX_HELD_BYTES} are allowed.",
             "tools",
         )
+    return tools
 
 
 def num_schema_bytes(tool: Tool) -> int:

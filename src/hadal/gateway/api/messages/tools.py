@@ -28,7 +28,7 @@ from hadal.gateway.text.tools import (
     Tool,
     ToolWords,
     check_num_tools,
-    check_tools,
+    checked_tools,
     read_choice,
     read_tool,
 )
@@ -105,7 +105,9 @@ class AvailableTools:
         """Name -> tool, for all tools of the request so far."""
         for tool in read:
             if tool.name in self._known:
-                check_tools([self._known[tool.name], tool], _WORDS)
+                raise RequestError(
+                    f"tools: two tools have the name {tool.name!r}; names must be unique.", "tools"
+                )
             self._known[tool.name] = tool
         self._listed = tuple(
             tool for tool, asked in zip(read, tools, strict=True) if not asked.defer_loading
@@ -137,9 +139,11 @@ class AvailableTools:
         """Return the tools of the reply, after all changes. Raises RequestError."""
         offered = tuple(self._offered.values())
         check_num_tools(len(offered))
-        check_tools(offered, _WORDS)
         found = read_choice(
-            _choice_of(choice), offered, not choice.disable_parallel_tool_use, _WORDS
+            _choice_of(choice),
+            checked_tools(offered, _WORDS),
+            not choice.disable_parallel_tool_use,
+            _WORDS,
         )
         # Without a listed tool the prompt would not have the form of a call: then all are listed.
         if choice.type == "none" or offered == self._listed or not self._listed:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hadal.gateway.desk.service import read_served_model
 from hadal.gateway.text.asks import PastCall, Rendering, Turn
-from hadal.gateway.text.places import in_place
+from hadal.gateway.text.reminders import in_place
 
 from .model_folder import ASSISTANT, TEMPLATE, USER, write_model_folder
 
