@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from hadal.gateway.desk.service import read_served_model
 from hadal.gateway.text.asks import PastCall, Rendering, Turn
+from hadal.gateway.text.dsml import FORMS, V32, V41
+from hadal.gateway.text.dsml_chats import template_of
 from hadal.gateway.text.reminders import in_place
 
 from .model_folder import ASSISTANT, TEMPLATE, USER, write_model_folder
@@ -35,7 +37,7 @@ TURNS = (
 
 
 @pytest.mark.promise("A message of role `system` between the others keeps its place in the prompt")
-@pytest.mark.parametrize("template", [TEMPLATE, MOVING, STRICT])
+@pytest.mark.parametrize("template", [TEMPLATE, MOVING, STRICT, *map(template_of, FORMS.values())])
 def test_a_system_message_keeps_its_place(tmp_path: Path, template: str) -> None:
     model = read_served_model(write_model_folder(tmp_path / "m", template=template), "small")
     assert model.chat is not None
@@ -52,7 +54,9 @@ def test_a_system_message_keeps_its_place(tmp_path: Path, template: str) -> None
     assert parts == sorted(parts)
     assert texts[-1].count(USER) == 2
     assert texts[-1].count(ASSISTANT) == 1
-    assert ("<system-reminder>" in texts[-1]) == (template != TEMPLATE)
+    # V3.2 and V4.1 keep such a message as it is. V4's template makes the reminder itself.
+    keeps = template in (TEMPLATE, template_of(V32), template_of(V41))
+    assert texts[-1].count("<system-reminder>") == (not keeps)
 
 
 def test_a_system_message_goes_into_the_turn_before_it() -> None:

@@ -169,13 +169,7 @@ class ChatFormat:
         if goes_on:
             messages[-1]["content"] += shield.end
         tools = self._listed(template, shield.put_in(given), messages)
-        values = {name: shield.put_in(value) for name, value in kwargs.items()}
-        if thinking is not None:
-            values["thinking"] = values["enable_thinking"] = thinking
-        if schema is not None and template.shows_schema:
-            values["answer_schema"] = shield.put_in(_outline(schema))
-        if schema is not None and template.shows_whole_schema:
-            values["response_schema"] = shield.put_in(schema)
+        values = _values_of(template, shield, kwargs, thinking, schema)
         num_chars = sum(map(len, texts)) + len(json.dumps([given, schema], ensure_ascii=False))
         max_chars = _CHARS_PER_CHAR * num_chars + _CHARS_PER_MESSAGE * (len(turns) + 1)
         opens_reply = rendering.opens_reply and not goes_on
@@ -340,9 +334,7 @@ class ChatFormat:
         if template.keeps_places is None:
             template.keeps_places = False
             with contextlib.suppress(RequestError):
-                text = self._render(
-                    template, [*map(dict, SAMPLE)], _REMINDS, _CHARS_PER_MESSAGE
-                )
+                text = self._render(template, [*map(dict, SAMPLE)], _REMINDS, _CHARS_PER_MESSAGE)
                 template.keeps_places = keeps_places(text)
         return template.keeps_places
 
@@ -470,6 +462,24 @@ class _Template:
     def shows_whole_schema(self) -> bool:
         """Return True if the template shows the whole schema of an answer, as V4's does."""
         return "response_schema" in self.text
+
+
+def _values_of(
+    template: _Template,
+    shield: Shield,
+    kwargs: Mapping[str, Any],
+    thinking: bool | None,
+    schema: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the template's variables."""
+    values = {name: shield.put_in(value) for name, value in kwargs.items()}
+    if thinking is not None:
+        values["thinking"] = values["enable_thinking"] = thinking
+    if schema is not None and template.shows_schema:
+        values["answer_schema"] = shield.put_in(_outline(schema))
+    if schema is not None and template.shows_whole_schema:
+        values["response_schema"] = shield.put_in(schema)
+    return values
 
 
 def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat | None:
