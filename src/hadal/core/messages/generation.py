@@ -83,6 +83,17 @@ class RateLimits(msgspec.Struct, frozen=True, array_like=True):
     tokens_reset_s: float = 0.0
 
 
+class PrefixSources(msgspec.Struct, frozen=True, array_like=True):
+    """Places of a prompt's cached KV, in tokens, to explain why no more of it was used."""
+
+    num_disk: int = 0
+    """Cached tokens that were read from disk."""
+    num_recomputed: int = 0
+    """Tokens on disk that were computed, since computing was predicted to be faster."""
+    num_elsewhere: int = 0
+    """Most tokens in memory of another prefill unit, if these are more than were found."""
+
+
 class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Effect of the front (core/seams): new tokens for the stream of one request, or its end.
     Exactly one delivery of a request is `final`. Forwarded if the stream is in another process
@@ -107,6 +118,8 @@ class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Error code for programs; empty: the status suffices."""
     scores: tuple[Score, ...] = ()
     """Scores of the prompt's tokens from the second on; sent with the first token, if requested."""
+    sources: PrefixSources | None = None
+    """Places of the prompt's cached KV; sent with the first token unless all are 0."""
 
 
 def text_of(generation: Generation) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages.base import SUPERVISOR
 from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.fleet import DrainUnit, KeepUnit
-from hadal.core.messages.generation import Deliver, Generation, Token
+from hadal.core.messages.generation import Deliver, Generation, PrefixSources, Token
 from hadal.core.messages.requests import Charged, Counted, Quotas, RejectedEarly, Spent, Submit
 from hadal.core.messages.snapshot import FrontSnapshot, Totals
 from hadal.core.messages.units import (
@@ -252,7 +252,7 @@ class Front:
                     continue
                 return  # Requests behind it wait too: none overtakes.
             self.requests.move(record, Transition.PLACE)
-            unit, record.num_cached = chosen
+            unit, record.num_cached, record.num_elsewhere = chosen
             self.requests.charge_prompt(record)
             record.prefill_unit = unit
             record.last_units = unit, ""
@@ -319,9 +319,9 @@ class Front:
         tenant = tenant_to_requeue(asking, others, cost / record.share_weight, ends_per_step)
         return None if tenant is None else requests.last_of(tenant, may_go)
 
-    def _choose_prefill(self, record: Record) -> tuple[str, int] | None:
+    def _choose_prefill(self, record: Record) -> tuple[str, int, int] | None:
         """Bind a request to the first fingerprint with a prefill unit that can start it now. Return
-        that unit and the positions it has cached, or None.
+        that unit, the positions it has cached and the most of another unit, or None.
         """
         for fingerprint in self.routing.fingerprints(record):
             record.bind(fingerprint)
@@ -356,6 +356,7 @@ class Front:
             return
         self.units.left_prefill(done.unit, record)
         num_cached = self._count_hits(record, done.num_cached)
+        sources = _sources_of(record, done)
         self.totals.tokens_out += 1
         if self._keeps_text:
             record.output.append(token.token)
@@ -364,10 +365,16 @@ class Front:
         if done.lease is None:
             record.prefill_unit = None
             self._let_go(record)
-            self._finish(now_s, record, (token,), num_cached, done.scores)
+            self._finish(now_s, record, (token,), num_cached, done.scores, sources)
             return
         self._out.append(
-            Deliver(record.request_id, (token,), num_cached=num_cached, scores=done.scores)
+            Deliver(
+                record.request_id,
+                (token,),
+                num_cached=num_cached,
+                scores=done.scores,
+                sources=sources,
+            )
         )
         self.requests.move(record, Transition.FIRST_TOKEN)
         unit = self.routing.decode_unit(record)
@@ -428,6 +435,7 @@ class Front:
         tokens: tuple[Token, ...],
         num_cached: int = 0,
         scores: tuple[Score, ...] = (),
+        sources: PrefixSources | None = None,
     ) -> None:
         self.requests.move(record, Transition.FINISH)
         self.tenants.ended(record.request_id)
@@ -441,6 +449,7 @@ class Front:
                 num_cached=num_cached,
                 closing=record.closing,
                 scores=scores,
+                sources=sources,
             )
         )
 
@@ -676,6 +685,14 @@ class Front:
             *self.units.check(list(self.requests.placed())),
             *self.tenants.check(),
         ]
+
+
+def _sources_of(record: Record, done: PrefillDone) -> PrefixSources | None:
+    """Return the places of a prompt's KV; None if nothing is on disk or in another unit."""
+    num_elsewhere = record.num_elsewhere if record.num_elsewhere > done.num_cached else 0
+    if not (done.num_disk or done.num_recomputed or num_elsewhere):
+        return None
+    return PrefixSources(done.num_disk, done.num_recomputed, num_elsewhere)
 
 
 def refused(request_id: str, refusal: Refusal) -> Deliver:

@@ -40,6 +40,8 @@ class Record:
     """Prefill and decode units of the latest placed attempt; empty string: none."""
     num_cached: int = 0
     """Positions expected in the prefill unit's cache when the request was sent there."""
+    num_elsewhere: int = 0
+    """Most positions in the cache of another prefill unit that could have taken it then."""
     not_before_s: float = 0.0
     num_retries: int = 0
     is_fitted: bool = False

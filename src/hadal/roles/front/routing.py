@@ -127,9 +127,10 @@ class RequestRouting:
                 chosen = others
         return chosen
 
-    def prefill_unit(self, record: Record) -> tuple[str, int] | None:
-        """Return the prefill unit of the request's fingerprint that can start it now, and how many of
-        the request's positions are cached there; None if the request must wait.
+    def prefill_unit(self, record: Record) -> tuple[str, int, int] | None:
+        """Return the prefill unit of the request's fingerprint that can start it now, how many of
+        the request's positions are cached there, and how many at most in another open unit; None if
+        the request must wait.
         """
         num_tokens, fingerprint = record.num_tokens, record.fingerprint
         tenant, has_place = record.generation.tenant, record.num_blocks_taken > 0
@@ -147,7 +148,10 @@ class RequestRouting:
             }
         views = self.units.prefill_views(fingerprint, unit_to_cached)
         unit = choose_prefill_unit(views, blocks_for(num_tokens), num_tokens)
-        return None if unit is None else (unit, unit_to_cached.get(unit, 0))
+        if unit is None:
+            return None
+        num_cached = unit_to_cached.pop(unit, 0)
+        return unit, num_cached, max(unit_to_cached.values(), default=0)
 
     def decode_unit(self, record: Record) -> str | None:
         """Return the decode unit for the request's KV; None if it fits into none."""

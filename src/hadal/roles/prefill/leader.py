@@ -359,8 +359,16 @@ class PrefillLeader:
             )
         else:
             prompt.is_dropped = True  # Freed by the caller: this was its last plan.
-        num_cached = prompt.prefix.num_blocks * BLOCK_TOKENS
-        done = PrefillDone(self._identity.unit, token, lease, num_cached, prompt.scores)
+        prefix = prompt.prefix
+        done = PrefillDone(
+            self._identity.unit,
+            token,
+            lease,
+            prefix.num_blocks * BLOCK_TOKENS,
+            prompt.scores,
+            prefix.num_loading * BLOCK_TOKENS,
+            prefix.num_recomputed * BLOCK_TOKENS,
+        )
         self._out.append(Send("front", done))
 
     # ---- plans for the Runner ----

@@ -12,7 +12,7 @@ import pytest
 from hadal.core.cache import split
 from hadal.core.config import Deployment
 from hadal.core.messages.fleet import DrainUnit
-from hadal.core.messages.generation import Deliver, Token
+from hadal.core.messages.generation import Deliver, PrefixSources, Token
 from hadal.core.messages.requests import Submit
 from hadal.core.messages.units import (
     Cached,
@@ -258,6 +258,21 @@ def test_hits_are_what_the_first_token_s_unit_says() -> None:
     effects = made.handle(0.3, done(unit, "a", attempt=1, index=1, num_cached=192))
     assert [d.num_cached for d in of(effects, Deliver)] == [0], "a retry is nobody's news"
     assert (made.totals.tokens_hit, made.totals.tokens_miss) == (128, 72)
+
+
+def test_the_first_token_says_where_more_of_the_prompt_is() -> None:
+    made = front()
+    to, first = submit(made, "a")
+    effects = made.handle(0.1, done(to, "a", num_cached=128, num_disk=64, num_recomputed=64))
+    assert [each.sources for each in of(effects, Deliver)] == [PrefixSources(64, 64, 0)]
+    to, _ = submit(made, "b")
+    assert [each.sources for each in of(made.handle(0.1, done(to, "b")), Deliver)] == [None]
+    # The unit with two blocks of the prompt has much work.
+    made.handle(0.2, Cached("prefill-0", "prefill-0 e", first.generation.chain[:32], b""))
+    assert submit(made, "long", 1500, salt=b"x")[0] == "prefill-0"
+    assert submit(made, "c")[0] == "prefill-1"
+    (deliver,) = of(made.handle(0.3, done("prefill-1", "c", finish="stop")), Deliver)
+    assert deliver.sources == PrefixSources(num_elsewhere=128)
 
 
 def test_hits_of_one_token_and_never_more_than_the_prompt() -> None:

@@ -40,16 +40,16 @@ def knows(made: RequestRouting, unit: str, record: Record, num_blocks: int) -> N
 def test_a_prompt_goes_where_its_prefix_is() -> None:
     made = routing()
     record = record_of(made)
-    assert made.prefill_unit(record) == ("prefill-0", 0)
+    assert made.prefill_unit(record) == ("prefill-0", 0, 0)
     knows(made, "prefill-1", record, 2)
-    assert made.prefill_unit(record) == ("prefill-1", 128)
+    assert made.prefill_unit(record) == ("prefill-1", 128, 0)
     knows(made, "prefill-0", record, 3)
-    assert made.prefill_unit(record) == ("prefill-0", 192)
+    assert made.prefill_unit(record) == ("prefill-0", 192, 128)
     # Requests queued at prefill-0 take longer than its cached prefix saves.
     other = record_of(made, "b", 1000)
     made.requests.move(other, Transition.PLACE)
     made.units.sent_to_prefill("prefill-0", other)
-    assert made.prefill_unit(record) == ("prefill-1", 128)
+    assert made.prefill_unit(record) == ("prefill-1", 128, 192)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_full_unit_is_not_chosen_whatever_it_has(monkeypatch: pytest.MonkeyPat
     knows(made, "prefill-1", record, 3)
     for name in "bc":
         made.units.sent_to_prefill("prefill-1", record_of(made, name, 10))
-    assert made.prefill_unit(record) == ("prefill-0", 0)
+    assert made.prefill_unit(record) == ("prefill-0", 0, 0)
     for name in "de":
         made.units.sent_to_prefill("prefill-0", record_of(made, name, 10))
     asked: list[str] = []
