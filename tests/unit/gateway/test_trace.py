@@ -18,8 +18,9 @@ from hadal.core.messages.every import AnyMessage
 from hadal.core.messages.questions import HostClock, Trace, TracedStep, TraceRequest
 from hadal.core.messages.units import UnitReport
 from hadal.core.plans import LinkBytes, TraceEvent
+from hadal.gateway.desk.fetch import FetchError
 from hadal.gateway.desk.service import ServedModel
-from hadal.gateway.desk.trace import TraceError, TraceReply, describe, fetch, write
+from hadal.gateway.desk.trace import TraceReply, describe, fetch, write
 from tests.waiting import DEADLINE_S, wait_for
 
 from .fake_units import FakeUnits
@@ -240,13 +241,13 @@ def test_command_says_why_not(ready: Serving, tmp_path: Path) -> None:
     code, text = run(ready, tmp_path / "none" / "trace.json")
     assert code == 2
     assert "cannot be written (No such file or directory)" in text
-    with pytest.raises(TraceError, match="key"):
+    with pytest.raises(FetchError, match="key"):
         fetch(ready.url, "decode-0", 1, api_key="wrong")
     assert not output.exists()
 
 
 def test_no_server() -> None:
-    with pytest.raises(TraceError, match="cannot be reached"):
+    with pytest.raises(FetchError, match="cannot be reached"):
         fetch("http://127.0.0.1:1", "decode-0", 1)
 
 

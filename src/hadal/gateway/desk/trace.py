@@ -11,9 +11,7 @@ import contextlib
 import textwrap
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
-import httpx
 import msgspec
 from msgspec.structs import replace
 
@@ -21,6 +19,7 @@ from hadal.core.balance import shown
 from hadal.core.errors import HadalError
 from hadal.core.messages.questions import HostClock, TracedStep
 from hadal.core.plans import LinkBytes
+from hadal.gateway.desk.fetch import fetch_page
 from hadal.gateway.desk.host import Host
 from hadal.gateway.edge.errors import ApiError
 from hadal.overlap.trace import (
@@ -39,7 +38,6 @@ MAX_STEPS = 100
 MAX_WAIT_S = 300.0
 DEFAULT_STEPS = 3
 DEFAULT_WAIT_S = 30.0
-_CONNECT_S = 5.0
 _LANE_CHARS = 13
 """Width of the lane names, left of a picture."""
 _FREE = Path("trace.json")
@@ -116,32 +114,13 @@ def _number(query: Mapping[str, str], name: str, default: float, low: float, hig
 def fetch(
     url: str, unit: str, num_steps: int, *, wait_s: float = DEFAULT_WAIT_S, api_key: str = ""
 ) -> TraceReply:
-    """Request a trace from a running server. Raises TraceError."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    """Request a trace from a running server. Raises TraceError, FetchError."""
     params = {"unit": unit, "steps": str(num_steps), "wait_s": str(wait_s)}
-    address = f"{url.rstrip('/').removesuffix('/v1')}/trace"
-    timeout = httpx.Timeout(wait_s + 10, connect=_CONNECT_S)
+    body = fetch_page(url, "/trace", api_key=api_key, query=params, wait_s=wait_s)
     try:
-        reply = httpx.get(address, params=params, headers=headers, timeout=timeout)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise TraceError(
-            f"{url} cannot be reached ({str(error) or type(error).__name__}). Is a server running?"
-            " Start one with `hadal serve`."
-        ) from error
-    if reply.status_code != 200:
-        raise TraceError(_error_of(reply))
-    try:
-        return msgspec.json.decode(reply.content, type=TraceReply)
+        return msgspec.json.decode(body, type=TraceReply)
     except msgspec.DecodeError as error:
-        raise TraceError(f"{address} did not return a trace ({error}).") from error
-
-
-def _error_of(reply: httpx.Response) -> str:
-    try:
-        body: Any = reply.json()
-        return str(body["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server returned status {reply.status_code}: {reply.text[:200]}"
+        raise TraceError(f"{url} did not return a trace ({error}).") from error
 
 
 def describe(reply: TraceReply, width: int = 110) -> str:
