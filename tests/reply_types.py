@@ -23,8 +23,12 @@ ASKED = {
     "ChatCompletionChunk": {"prompt_token_ids"},
     "Choice": {"token_ids"},
     "CompletionChoice": {"prompt_logprobs", "prompt_token_ids", "token_ids"},
+    "CompletionUsage": {"cache_explanation"},
+    "MessageDeltaUsage": {"cache_explanation"},
+    "ResponseUsage": {"cache_explanation"},
+    "Usage": {"cache_explanation"},
 }
-"""Type -> fields unknown to it that are sent only on request; they are vLLM's."""
+"""Type -> fields unknown to it that are sent only on request; they are vLLM's, and Hadal's own."""
 MORE = {
     "ChatCompletionMessage": {"reasoning_content"},
     "ChoiceDelta": {"reasoning_content"},

@@ -330,6 +330,33 @@ app.command(epilog=BALANCE_EPILOG)(balance)
 
 @app.command(
     epilog=examples(
+        ("hadal explain-cache", "list the latest requests, each with its reason"),
+        ("hadal explain-cache chatcmpl-0f3a", "explain one request, by its reply's id"),
+        after="docs/cache-misses.md explains the reasons, and what helps.",
+    )
+)
+def explain_cache(
+    request_id: Annotated[
+        str, typer.Argument(help="Id of the reply. [dim]without it: the latest requests[/dim]")
+    ] = "",
+    url: Annotated[
+        str, typer.Option(help="URL of the server, with or without /v1.", callback=server_url)
+    ] = URL,
+    api_key: Annotated[
+        str, typer.Option(help="Key with which the request was sent.", envvar="HADAL_API_KEY")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Explain why a request's prompt was not found in the cache: the first token that differs from
+    the nearest earlier prompt, its message, and both texts there.
+    """
+    from hadal.commands.explain_cache import print_explanations
+
+    print_explanations(request_id, url, api_key, as_json=as_json)
+
+
+@app.command(
+    epilog=examples(
         (
             "hadal completion bash >> ~/.bashrc",
             "Tab completes commands and options in new shells",

@@ -707,6 +707,33 @@ def test_keys_guard_chat_and_console_until_they_are_withdrawn(browser: Browser) 
         assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
 
 
+@MORE_PAGES
+def test_the_console_lists_requests_with_texts_of_the_own_key_only(browser: Browser) -> None:
+    with scripted(browser, keys=("guest", "runs-all name=op operator")) as (page, gateway):
+        rules = "Write the numbers below each other. " * 20
+        for key, days in (("guest", ("Monday", "Tuesday")), ("runs-all", ("Friday", "Sunday"))):
+            for day in days:
+                messages = [{"role": "user", "content": f"It is {day}. {rules}"}]
+                reply = httpx.post(
+                    f"{gateway.url}/v1/chat/completions",
+                    json={"model": "caller", "messages": messages, "max_tokens": 2},
+                    headers={"authorization": f"Bearer {key}"},
+                    timeout=DEADLINE_S,
+                )
+                assert reply.status_code == 200
+        page.goto(f"{page.url.rstrip('/')}/console")
+        page.fill(".h-door input", "runs-all")
+        page.press(".h-door input", "Enter")
+        tab(page, "Requests")
+        rows = page.locator("tbody tr")
+        expect(rows).to_have_count(4)
+        expect(rows.first).to_contain_text("differs")
+        expect(rows.first).to_contain_text("unday.")
+        expect(rows.first).to_contain_text("riday.")
+        expect(rows.nth(2)).to_contain_text("differs")
+        assert "uesday" not in page.locator("main.h-console").inner_text()
+
+
 @pytest.mark.slow("seconds of 278 nodes are simulated")
 @MORE_PAGES
 def test_278_nodes_are_shown(browser: Browser, tmp_path: Path) -> None:

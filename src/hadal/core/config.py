@@ -305,6 +305,10 @@ class GatewayConfig(ConfigTable, frozen=True):
     """Maximum memory for kept responses, MiB per gateway process. Beyond it, the oldest responses
     of the tenant with the most are dropped.
     """
+    explain_cache_mb: Annotated[int, Meta(ge=0, le=1 << 10)] = 16
+    """Maximum memory for recent prompts that explain why a prompt was not cached, MiB per gateway
+    process. Beyond it, the oldest are dropped. 0: no prompt is kept, and nothing is explained.
+    """
 
 
 class ConsoleConfig(ConfigTable, frozen=True):

@@ -12,10 +12,14 @@ from pathlib import Path
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages.base import FRONT
+from hadal.core.messages.requests import Charged
 from hadal.gateway.desk.accounting import Accounting
 from hadal.gateway.desk.auth import Keys
+from hadal.gateway.desk.cache_pages import PATH as EXPLAINED
+from hadal.gateway.desk.cache_pages import CachePages
 from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.desk import Desk
+from hadal.gateway.desk.explanations import CacheExplainer, cache_explainer
 from hadal.gateway.desk.far_host import FarHost
 from hadal.gateway.desk.front_pages import COUNTS, pages_of
 from hadal.gateway.desk.gateway import Gateway
@@ -97,13 +101,10 @@ def make_gateway(
         names = FrontNames(deployment.cache, fingerprint)
         link = FarHost(name, wire, clock.now, names)
     source = _keys_source(environment, link)
-    url = ledger_url(deployment.ledger.url)
-    accounting: Accounting | None = None
-    if url:
-        follows = bool(environment.get(API_KEYS_FILE)) or has_budgets(source.keys)
-        on_charged = link.charged if follows else None
-        sink = open_ledger(url)
-        accounting = Accounting(deployment, model.name, sink, units, clock, on_charged)
+    follows = bool(environment.get(API_KEYS_FILE)) or has_budgets(source.keys)
+    accounting = _accounting(
+        deployment, model.name, units, clock, link.charged if follows else None
+    )
     if host is not None and accounting is not None:
         host.unit_listeners.append(accounting.look)
     metrics = Metrics(
@@ -116,7 +117,8 @@ def make_gateway(
         partial(missing_of, deployment),
     )
     limits, patience = deployment.limits, Patience(keep_alive_s=deployment.keep_alive_s)
-    service = Service(model, limits, names)
+    explainer = cache_explainer(deployment.gateway, model.vocabulary, clock)
+    service = Service(model, limits, names, explainer=explainer)
     gateway = Gateway(
         deployment=deployment,
         clock=clock,
@@ -124,21 +126,21 @@ def make_gateway(
         service=service,
         link=link,
         intake=Intake(limits, patience),
-        tenancy=Tenancy(
-            source.keys, link, clock, has_ledger=accounting is not None, changed=source.changed
-        ),
+        tenancy=_tenancy(source, link, clock, explainer, has_ledger=accounting is not None),
         readiness=GatewayReadiness(deployment, link, run_status, patience, was_ready=has_served),
         desk=Desk(service, link, metrics, accounting, clock, patience),
         metrics=metrics,
         responses=Responses(kept_responses(deployment.gateway, clock.now), link, name, gateways),
         streams=Streams(clock.now),
+        cache_pages=CachePages(explainer, link, name),
         bound_host=deployment.host,
     )
-    link.pages.table[KEPT] = gateway.responses.page
+    pages: dict[str, Page] = {KEPT: gateway.responses.page, EXPLAINED: gateway.cache_pages.page}
     if host is not None:
-        link.pages.table |= pages_of(gateway, host, run_status, source.page)
+        pages |= pages_of(gateway, host, run_status, source.page)
     else:
-        link.pages.table[COUNTS] = metrics.counted
+        pages[COUNTS] = metrics.counted
+    link.pages.table |= pages
     return gateway
 
 
@@ -165,6 +167,35 @@ def _keys_source(environment: Mapping[str, str], link: FrontLink) -> _KeysSource
         log.error("no API keys are accepted: %s", error)
         keys = unknown
     return _KeysSource(keys, changed, file.page)
+
+
+def _tenancy(
+    source: _KeysSource,
+    link: FrontLink,
+    clock: GatewayClock,
+    explainer: CacheExplainer | None,
+    *,
+    has_ledger: bool,
+) -> Tenancy:
+    """Return the keys in force. What `explainer` keeps of a key goes with the key."""
+    retain = None if explainer is None else explainer.retain
+    return Tenancy(
+        source.keys, link, clock, has_ledger=has_ledger, changed=source.changed, retain=retain
+    )
+
+
+def _accounting(
+    deployment: Deployment,
+    model_name: str,
+    units: Callable[[], Mapping[str, Unit]],
+    clock: GatewayClock,
+    on_charged: Callable[[Charged], None] | None,
+) -> Accounting | None:
+    """Return the accounting of a deployment with a ledger; None without one."""
+    url = ledger_url(deployment.ledger.url)
+    if not url:
+        return None
+    return Accounting(deployment, model_name, open_ledger(url), units, clock, on_charged)
 
 
 def open_ledger(url: str) -> LedgerWriter:

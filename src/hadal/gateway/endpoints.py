@@ -20,6 +20,8 @@ from hadal.gateway.api.description import (
     AUDIT,
     COUNT,
     DETOKENIZE,
+    EXPLAIN_CACHE,
+    EXPLAIN_CACHE_LIST,
     HEALTH,
     METRICS,
     MODEL,
@@ -38,7 +40,13 @@ from hadal.gateway.api.description import (
 from hadal.gateway.api.messages.refusals import in_anthropics_words
 from hadal.gateway.api.messages.request import parse_count
 from hadal.gateway.api.responses.items import input_page
-from hadal.gateway.api.shapes import Greeting, HealthReply, ResponseDeleted, TokenCount
+from hadal.gateway.api.shapes import (
+    CacheReports,
+    Greeting,
+    HealthReply,
+    ResponseDeleted,
+    TokenCount,
+)
 from hadal.gateway.desk.auth import Tenant
 from hadal.gateway.desk.dialects import dialects_of
 from hadal.gateway.desk.gateway import Gateway
@@ -172,6 +180,26 @@ def _responses_pages(gateway: Gateway) -> list[Endpoint]:
     ]
 
 
+def _cache_pages(gateway: Gateway) -> list[Endpoint]:
+    """Return the endpoints that explain why prompts were not found in the cache."""
+
+    async def one(request: Request) -> Response:
+        tenant = gateway.tenancy.tenant_of(request.headers)
+        request.scope[SEEN].tenant = tenant.name
+        return _json(await gateway.cache_pages.report(tenant, request.path_params["request_id"]))
+
+    async def recent(request: Request) -> Response:
+        tenant = gateway.tenancy.tenant_of(request.headers)
+        request.scope[SEEN].tenant = tenant.name
+        return _json(CacheReports(await gateway.cache_pages.recent(tenant)))
+
+    path = "/v1/explain_cache"
+    return [
+        Endpoint("GET", path, recent, EXPLAIN_CACHE_LIST),
+        Endpoint("GET", f"{path}/{{request_id}}", one, EXPLAIN_CACHE),
+    ]
+
+
 def _token_pages(gateway: Gateway) -> list[Endpoint]:
     """Return the endpoints that turn texts into tokens and back."""
     service = gateway.service
@@ -234,6 +262,7 @@ def endpoints_of(gateway: Gateway, more: Sequence[Endpoint] = ()) -> list[Endpoi
         ),
         *_token_pages(gateway),
         *_responses_pages(gateway),
+        *_cache_pages(gateway),
         *more,
         Endpoint("GET", "/v1/models", list_models, MODELS, ("/models",)),
         Endpoint("GET", f"/v1{model}", get_model, MODEL, (model,)),

@@ -2,6 +2,8 @@
 
 from hadal.core.config import Deployment
 from hadal.gateway.desk.auth import Keys
+from hadal.gateway.desk.cache_pages import PATH as CACHE_PATH
+from hadal.gateway.desk.cache_pages import CachePages
 from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.desk import Desk
 from hadal.gateway.desk.front_pages import COUNTS, pages_of
@@ -43,15 +45,23 @@ def gateway_with(
         service=service,
         link=link,
         intake=Intake(service.limits, patience),
-        tenancy=Tenancy(keys or Keys(), link, clock, has_ledger=has_ledger),
+        tenancy=Tenancy(
+            keys or Keys(),
+            link,
+            clock,
+            has_ledger=has_ledger,
+            retain=service.explainer.retain if service.explainer is not None else None,
+        ),
         readiness=GatewayReadiness(deployment, link, run_status, patience, was_ready=was_ready),
         desk=Desk(service, link, metrics, None, clock, patience),
         metrics=metrics,
         responses=Responses(kept_responses(deployment.gateway, clock.now), link, GATEWAY, names),
         streams=Streams(clock.now),
+        cache_pages=CachePages(service.explainer, link, GATEWAY),
         bound_host=bound_host,
     )
     link.pages.table[PATH] = gateway.responses.page
+    link.pages.table[CACHE_PATH] = gateway.cache_pages.page
     if isinstance(link, Host):
         link.pages.table |= pages_of(gateway, link, run_status)
     else:

@@ -203,6 +203,7 @@ VALUES: dict[str, Any] = {
     **dict.fromkeys(("min_tokens", "min_new_tokens"), 2),
     **dict.fromkeys(("stream", "ignore_eos", "return_token_ids", "echo"), True),
     **dict.fromkeys(("store", "do_sample", "stop_repetition", "include_reasoning"), False),
+    "explain_cache": True,
     **dict.fromkeys(("add_generation_prompt", "enable_thinking", "reasoning.enabled"), False),
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"), 5),
     **dict.fromkeys(("max_new_tokens", "num_predict", "max_tokens_to_sample"), 5),

@@ -20,6 +20,7 @@ from hadal.gateway.batch_pages import BatchPages
 from hadal.gateway.desk.auth import Keys
 from hadal.gateway.desk.batches import BatchWorker
 from hadal.gateway.desk.clock import GatewayClock
+from hadal.gateway.desk.explanations import cache_explainer
 from hadal.gateway.desk.gateway import Gateway
 from hadal.gateway.desk.host import Host
 from hadal.gateway.desk.service import ServedModel, Service
@@ -106,11 +107,13 @@ def gateway_of(
         unit_timeout_s=UNIT_TIMEOUT_S,
     )
     front = Front(deployment, epoch="epoch", max_context=model.context_tokens, fingerprint="f0")
+    clock = GatewayClock(now)
+    explainer = cache_explainer(deployment.gateway, model.vocabulary, clock)
     return gateway_with(
         Host(front, units, now),
-        Service(model, limits, front.names),
+        Service(model, limits, front.names, explainer=explainer),
         deployment,
-        GatewayClock(now),
+        clock,
         keys=Keys(keys),
         patience=patience,
         bound_host=bound_host,

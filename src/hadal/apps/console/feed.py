@@ -29,6 +29,7 @@ from hadal.apps.console.series import Series
 from hadal.core.errors import HadalError
 from hadal.core.messages.base import SUPERVISOR
 from hadal.core.overview import EXPERTS_MAX, Overview, UnitExperts
+from hadal.gateway.api.shapes import CacheReport, CacheReports
 from hadal.gateway.desk.frames import ConsoleFrame, LogLine
 from hadal.gateway.desk.trace import TraceReply
 from hadal.runtime.ledger.store import Store
@@ -64,6 +65,9 @@ class FrameSource(Protocol):
         """Return the next frame, with the experts of the units `experts`, and a traced step of each
         of `traced`. Raises AskError with status 401 or 403.
         """
+
+    async def requests(self, key: str) -> list[CacheReport]:
+        """Return the latest requests that this key may see. Raises AskError, MsgspecError."""
 
 
 class LiveSource:
@@ -115,6 +119,11 @@ class LiveSource:
             {reply.unit: reply for reply in traces if reply is not None},
             problem,
         )
+
+    async def requests(self, key: str) -> list[CacheReport]:
+        """Return the latest requests that this key may see. Raises AskError, MsgspecError."""
+        body = await self._asking.page("/v1/explain_cache", key)
+        return msgspec.json.decode(body, type=CacheReports).data
 
     async def _overview(self, key: str, experts: set[str]) -> Overview:
         """Return the overview with the units' last known experts. Raises AskError, MsgspecError."""
@@ -222,6 +231,10 @@ class RecordedSource:
     async def frame(self, key: str, experts: set[str], traced: set[str]) -> ConsoleFrame:
         """Return the next frame."""
         return next(self._frames)
+
+    async def requests(self, key: str) -> list[CacheReport]:
+        """Return nothing: simulated requests have no text."""
+        return []
 
 
 class Watcher:

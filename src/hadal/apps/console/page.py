@@ -1,4 +1,4 @@
-"""Console page: figures of the feed in six views. Only the open view is updated."""
+"""Console page: figures of the feed in seven views. Only the open view is updated."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from nicegui import ui
 
 from hadal.apps.console import charts
 from hadal.apps.console.experts_panel import ExpertsPanel
-from hadal.apps.console.feed import Feed, Watcher
+from hadal.apps.console.feed import Feed, FrameSource, Watcher
 from hadal.apps.console.fleet_panel import FleetPanel
 from hadal.apps.console.money_panel import MoneyPanel
 from hadal.apps.console.overview_panel import OverviewPanel
 from hadal.apps.console.problems_panel import ProblemsPanel
+from hadal.apps.console.requests_panel import RequestsPanel
 from hadal.apps.console.shell import Door, TopBar, head
 from hadal.apps.console.steps_panel import StepsPanel
 from hadal.apps.console.widgets import Panel
@@ -70,7 +71,7 @@ class ConsolePage:
         self._content.clear()
         self._watcher.experts, self._watcher.traced = set(), set()
         with self._content:
-            self._panel = _PANELS[name](self._watcher)
+            self._panel = _PANELS[name](self._watcher, self._feed.source)
         if self._feed.last is not None:
             self._show(self._feed.last)
 
@@ -98,13 +99,14 @@ class ConsolePage:
             ui.label(reason).classes("h-problem")
 
 
-_PANELS: dict[str, Callable[[Watcher], Panel]] = {
-    "Overview": lambda watcher: OverviewPanel(),
-    "Experts": ExpertsPanel,
-    "Steps": StepsPanel,
-    "Fleet": lambda watcher: FleetPanel(),
-    "Money": lambda watcher: MoneyPanel(),
-    "Problems": lambda watcher: ProblemsPanel(),
+_PANELS: dict[str, Callable[[Watcher, FrameSource], Panel]] = {
+    "Overview": lambda watcher, source: OverviewPanel(),
+    "Requests": lambda watcher, source: RequestsPanel(source, watcher.key),
+    "Experts": lambda watcher, source: ExpertsPanel(watcher),
+    "Steps": lambda watcher, source: StepsPanel(watcher),
+    "Fleet": lambda watcher, source: FleetPanel(),
+    "Money": lambda watcher, source: MoneyPanel(),
+    "Problems": lambda watcher, source: ProblemsPanel(),
 }
 
 

@@ -73,6 +73,8 @@ class Extensions(ThinkingFields, kw_only=True):
     """Extension: end a reply that repeats itself endlessly, with the finish reason "length".
     Default: true, but false with `ignore_eos`.
     """
+    explain_cache: bool | None = None
+    """Extension: usage also says why the prompt was not found whole in the cache."""
     do_sample: bool | None = None
     """Zhipu's field: false means a temperature of 0."""
 
@@ -156,7 +158,11 @@ def common_fields(
     return CommonFields(
         model=request.model,
         stream=bool(request.stream),
-        include_usage=bool(options.include_usage or (request.usage and request.usage.include)),
+        include_usage=bool(
+            options.include_usage
+            or request.explain_cache
+            or (request.usage and request.usage.include)
+        ),
         n=request.n or 1,
         max_tokens=max_tokens,
         max_name=max_name,
@@ -185,6 +191,7 @@ def common_fields(
         ),
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        explains_cache=bool(request.explain_cache),
         format=format,
         ends_with_room=request.context_length_exceeded_behavior == "truncate",
         has_usage_so_far=bool(options.continuous_usage_stats),

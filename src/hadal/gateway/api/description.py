@@ -34,6 +34,8 @@ from hadal.gateway.api.openai.request import (
 from hadal.gateway.api.responses.request import ResponsesRequest
 from hadal.gateway.api.shapes import (
     AuditReply,
+    CacheReport,
+    CacheReports,
     Detokenized,
     Greeting,
     HealthReply,
@@ -113,6 +115,12 @@ RESPONSES = Operation(
 )
 RESPONSE = Operation("Get a stored response.", f"{_RESPONSES}.Response", errors=(400, 404))
 RESPONSE_DELETED = Operation("Delete a stored response.", ResponseDeleted, errors=(404,))
+EXPLAIN_CACHE = Operation(
+    "Explain why a request's prompt was not found in the cache.", CacheReport, errors=(404,)
+)
+EXPLAIN_CACHE_LIST = Operation(
+    "List the latest requests with their explanations.", CacheReports, errors=(404,)
+)
 RESPONSE_INPUT = Operation(
     "List the input items of a stored response.",
     f"{_RESPONSES}.ResponseItemList",

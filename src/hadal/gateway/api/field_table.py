@@ -79,6 +79,11 @@ _EVERYWHERE = (
     _served("model stream temperature top_p seed"),
     _served("priority", "from -4 to 4; a higher value starts sooner", "Hadal"),
     _served("cache_salt", "KV is reused only between requests with the same salt", "vLLM, SGLang"),
+    _served(
+        "explain_cache",
+        "true: usage says why the prompt was not cached; a stream then has usage",
+        "Hadal",
+    ),
     _served("stop_repetition", "false: a reply that repeats itself is not stopped", "Hadal"),
     _served("do_sample", "false: temperature is 0", "Zhipu"),
     _inert(

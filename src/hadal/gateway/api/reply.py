@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hadal.gateway.api.shapes import CacheExplanation
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.piece import Piece
 
@@ -23,6 +24,13 @@ class Usage:
     num_output_tokens: int
     num_reasoning_tokens: int
     num_cached_tokens: int = 0
+    explanations: tuple[CacheExplanation, ...] = ()
+    """Reasons for which each prompt was not found whole, if they were requested."""
+
+    @property
+    def explained(self) -> dict[str, Any]:
+        """Return the field with the explanations that every API adds to its usage."""
+        return {"cache_explanation": self.explanations} if self.explanations else {}
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -33,6 +41,7 @@ class Usage:
             "prompt_cache_miss_tokens": self.num_prompt_tokens - self.num_cached_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            **self.explained,
         }
 
 

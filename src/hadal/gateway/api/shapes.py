@@ -67,3 +67,64 @@ class AuditReply(Shape):
 
     problems: list[str]
     units: dict[str, dict[str, int]]
+
+
+CacheReason = Literal[
+    "cached",
+    "short",
+    "off",
+    "first",
+    "differs",
+    "extends",
+    "evicted",
+    "on_disk",
+    "elsewhere",
+    "concurrent",
+    "weights",
+]
+"""Reason for which no more of a prompt was found in the cache; docs/cache-misses.md explains each."""
+
+
+class PromptPlace(Shape):
+    """Part of a prompt: a message, or with the role "tools" or "reply" no message."""
+
+    role: str
+    index: int | None = None
+    """Number of the message, system messages included."""
+
+
+class CacheExplanation(Shape, kw_only=True):
+    """Reason for which a prompt was not found whole, from a comparison with the nearest prompt."""
+
+    reason: CacheReason
+    detail: str
+    """The reason as a sentence."""
+    block_tokens: int
+    reusable_blocks: int
+    """Blocks that could have been found."""
+    found_blocks: int
+    common_tokens: int
+    """First tokens that the nearest kept prompt shares."""
+    position: int | None = None
+    """First token that differs, from 0."""
+    message: PromptPlace | None = None
+    """Part of the prompt at `position`."""
+    text: str = ""
+    """Text of the prompt from `position` on, shortened."""
+    kept_text: str = ""
+    """Text of the nearest prompt from `position` on, shortened."""
+
+
+class CacheReport(Shape):
+    """Explanations of one request, one for each of its prompts."""
+
+    id: str
+    unix_s: float
+    tenant: str
+    prompts: list[CacheExplanation]
+
+
+class CacheReports(Shape):
+    """Latest requests with their explanations, the latest first."""
+
+    data: list[CacheReport]

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hadal.core.errors import ConfigError
@@ -43,6 +43,8 @@ class Tenant:
     models: frozenset[str] = frozenset()
     """Models that the tenant may use; empty: all."""
     quota: Quota | None = None
+    key_digest: bytes = field(default=b"", repr=False, compare=False)
+    """Digest of the tenant's key; empty without keys. Identifies the key as long as it is accepted."""
 
     @cached_property
     def name(self) -> str:
@@ -88,8 +90,8 @@ class Keys:
         # A named tenant must not gain rights because the other keys were removed from the file.
         is_alone = len(self._digests) == 1 and not next(iter(digest_to_tenant.values())).given_name
         self.tenants = tuple(
-            replace(tenant, rights=RIGHTS) if is_alone else tenant
-            for tenant in digest_to_tenant.values()
+            replace(tenant, key_digest=digest, rights=RIGHTS if is_alone else tenant.rights)
+            for digest, tenant in digest_to_tenant.items()
         )
         """Tenants in the order of their keys. A hashed key's salt is empty (unknown)."""
         names = [tenant.name for tenant in self.tenants]
@@ -102,6 +104,11 @@ class Keys:
     def is_open(self) -> bool:
         """Return True if every request is accepted, because there are no keys."""
         return not self._digests and not self._is_closed
+
+    @property
+    def digests(self) -> tuple[bytes, ...] | None:
+        """Return the digests of the accepted keys; None if every request is accepted."""
+        return None if self.is_open else self._digests
 
     @property
     def quotas(self) -> tuple[Quota, ...]:

@@ -322,7 +322,7 @@ class FarHost(Doors):
             deliver = Deliver(deliver.request_id, (), True, "tokens were lost between processes")
         sent.output += [token.token for token in deliver.tokens]
         if sent.is_resumed:
-            deliver = msgspec.structs.replace(deliver, num_cached=0)
+            deliver = msgspec.structs.replace(deliver, num_cached=0, sources=None)
         if deliver.final:
             self._forget(deliver.request_id)
         sent.mailbox.put(deliver)

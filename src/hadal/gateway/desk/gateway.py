@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hadal.core.config import Deployment
+from hadal.gateway.desk.cache_pages import CachePages
 from hadal.gateway.desk.clock import GatewayClock
 from hadal.gateway.desk.desk import Desk
 from hadal.gateway.desk.kept import Responses
@@ -34,5 +35,6 @@ class Gateway:
     metrics: Metrics
     responses: Responses
     streams: Streams
+    cache_pages: CachePages
     bound_host: str = ""
     """Address of the listening socket; "": unknown, and any Host header is accepted."""

@@ -20,6 +20,7 @@ from starlette.types import Message, Send
 
 from hadal.core.messages.generation import Deliver, RateLimits
 from hadal.gateway.api.reply import Outcome, ReplyFormat, Usage
+from hadal.gateway.api.shapes import CacheExplanation
 from hadal.gateway.desk.link import FrontLink
 from hadal.gateway.desk.mailbox import Mailbox
 from hadal.gateway.desk.service import Choice, Work
@@ -127,7 +128,14 @@ class Reply:
             sum(assembler.num_reasoning_tokens for assembler in assemblers),
             # Choices are grouped by prompt; only its first choice counts a prompt's cached tokens.
             sum(meter.num_cached for meter in self.meters[:: self.work.ask.n]),
+            self._explanations() if self.work.ask.explains_cache else (),
         )
+
+    def _explanations(self) -> tuple[CacheExplanation, ...]:
+        """Return the explanations of prompts with a first token."""
+        traces = (choice.trace for choice in self.work.choices)
+        found = (trace.explanation for trace in traces if trace is not None)
+        return tuple(each for each in found if each is not None)
 
     async def send_whole(self, send: Send) -> int:
         """Wait for all choices; send one JSON body. Return 200. Raises ApiError, ClientGone."""
@@ -250,6 +258,8 @@ class Reply:
             if meter.first_token_s is None:
                 meter.first_token_s = meter.last_token_s
                 self.times.first_token_s = self.times.first_token_s or meter.first_token_s
+                if choice.trace is not None:
+                    choice.trace.computed(deliver.num_cached, deliver.sources, self.times.start_s)
         piece = assembler.push(() if choice.is_prompt_only else deliver.tokens)
         if choice.scored is not None and is_first:
             piece.prompt = dataclasses.replace(choice.scored, scores=deliver.scores)

@@ -37,6 +37,7 @@ from hadal.gateway.api.openai.request import (
 )
 from hadal.gateway.api.shapes import Detokenized, OriginalCount, TokenCount, Tokenized
 from hadal.gateway.desk.auth import PRIORITY, Tenant
+from hadal.gateway.desk.explanations import CacheExplainer, PromptTrace
 from hadal.gateway.desk.lanes import Lane, Lanes
 from hadal.gateway.desk.salts import salt_within
 from hadal.gateway.edge.errors import ApiError
@@ -188,6 +189,8 @@ class Choice:
     """The prompt, if it is shown with its tokens' log-probabilities; they come before the reply."""
     is_prompt_only: bool = False
     """True if only the prompt is shown: the one token drawn to score the prompt is hidden."""
+    trace: PromptTrace | None = None
+    """Trace of the prompt, to explain what of it was cached; only of a prompt's first choice."""
 
 
 @dataclass(frozen=True)
@@ -229,8 +232,11 @@ class Service:
         limits: LimitsConfig,
         names: FrontNames,
         random_bytes: Callable[[int], bytes] = os.urandom,
+        explainer: CacheExplainer | None = None,
     ) -> None:
+        """`explainer`: None: misses of the cache are not explained."""
         self.model = model
+        self.explainer = explainer
         self.limits = limits
         self._names = names
         self._formats = Formats(log_once)
@@ -514,6 +520,12 @@ class Service:
                 param="priority",
                 code="priority_not_allowed",
             )
+        if ask.explains_cache and self.explainer is None:
+            raise RequestError(
+                "explain_cache is not served: this server keeps no prompts (explain_cache_mb is 0)."
+                " Leave it out.",
+                "explain_cache",
+            )
         limits = self.limits
         if ask.n > limits.max_n:
             raise RequestError(f"n is {ask.n}; at most {limits.max_n} choices are allowed.", "n")
@@ -581,7 +593,10 @@ class Service:
                 generation = self._names.named(generation)
                 names = generation.chain, generation.fingerprint
                 assembler = Assembler(self.model.vocabulary, reading)
-                choices.append(Choice(generation, assembler, prefix))
+                trace = None
+                if index == 0 and self.explainer is not None:
+                    trace = self.explainer.trace(request_id, tenant, generation, prompt)
+                choices.append(Choice(generation, assembler, prefix, trace=trace))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))
 
     def _grammar(

@@ -5,7 +5,7 @@ Depends on headers and keys; the front applies the quotas (policy/quotas).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from hadal.core.errors import ConfigError
 from hadal.gateway.desk.auth import OPERATOR, Keys, Tenant, credentials
@@ -31,8 +31,10 @@ class Tenancy:
         *,
         has_ledger: bool = False,
         changed: KeysChanged | None = None,
+        retain: Callable[[Collection[bytes] | None], None] | None = None,
     ) -> None:
-        """`changed`: source of later keys; None: the keys never change. Raises ConfigError for a
+        """`changed`: source of later keys; None: the keys never change. `retain`: called with the
+        digests of the accepted keys whenever these change (Keys.digests). Raises ConfigError for a
         budget without a ledger.
         """
         self._has_ledger = has_ledger
@@ -41,6 +43,7 @@ class Tenancy:
         self._link = link
         self._clock = clock
         self._changed = changed
+        self._retain = retain
         self._ahead_s = 0.0
         """Unix time minus `clock.now`, as last sent to the front."""
 
@@ -64,6 +67,8 @@ class Tenancy:
         """
         self._check_budgets(keys)
         had_quotas, self.keys = bool(self.keys.quotas), keys
+        if self._retain is not None:
+            self._retain(keys.digests)
         if keys.quotas or had_quotas:
             self._send_quotas()
 

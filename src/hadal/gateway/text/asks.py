@@ -91,6 +91,8 @@ class CommonFields:
     """Requests with larger values leave the queue sooner."""
     cache_salt: str | None = None
     """Separate cache for one of the tenant's users. None: KV is shared within the tenant."""
+    explains_cache: bool = False
+    """True: the usage explains why a prompt was not found whole in the cache."""
     format: AnswerFormat | None = None
     """Required format of the answer; None: any text."""
     omits_reasoning: bool = False

@@ -13,8 +13,8 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from hadal.gateway.text.asks import PLAIN, PastCall, Rendering, Turn
 from hadal.gateway.text.dsml import Dsml
 from hadal.gateway.text.dsml_chats import form_in, form_of_folder, template_of
 from hadal.gateway.text.lengths import check_length, encode_within
+from hadal.gateway.text.places import Places, places_of
 from hadal.gateway.text.reminders import SAMPLE, in_place, keeps_places
 from hadal.gateway.text.shield import Marks, Shield, texts_in
 from hadal.gateway.text.template import ConfinedProcess
@@ -95,6 +96,8 @@ class Prompt:
     """Tokens of `prefix`."""
     num_public: int = 0
     """Number of first ids that depend only on the leading system messages; their KV is public."""
+    find_places: Callable[[], Places] = field(default=Places, compare=False)
+    """Function that finds the messages and other parts of a chat in the text of `ids`."""
 
 
 class ChatFormat:
@@ -158,7 +161,7 @@ class ChatFormat:
         prefix, reasoning, goes_on = rendering.prefix, rendering.reasoning, rendering.goes_on
         self._check(turns, kwargs, choosing)
         given = [each.fields for each in choosing.listing]
-        template = self._template(has_tools=bool(given))
+        template, asked = self._template(has_tools=bool(given)), turns
         if rendering.keeps_places and any(turn.role == "system" for turn in turns[1:]):
             kwargs = {**kwargs, **_REMINDS}
             turns = turns if self._keeps_places(template) else in_place(turns)
@@ -209,11 +212,12 @@ class ChatFormat:
             prefix,
             tuple(self._vocabulary.encode_plain(prefix)),
             self._num_public(turns, values, shield, tokens) if is_public else 0,
+            partial(_places, text, shield, asked, choosing),
         )
 
     def _tokens(self, text: str, shield: Shield, max_tokens: int, field: str) -> tuple[int, ...]:
         """Return the ids of a rendered text. Raises RequestError if it is sure to be too long."""
-        fewest = self._vocabulary.fewest_tokens(text.replace(shield.char, ""))
+        fewest = self._vocabulary.fewest_tokens(shield.removed_from(text))
         check_length(max(1, fewest) if text else 0, max_tokens, field)
         ids = encode_within(
             lambda piece: self._vocabulary.encode_shielded(piece, shield.char),
@@ -506,6 +510,12 @@ def raw_prompt(
     check_length(max(1, vocabulary.fewest_tokens(text)), max_tokens, "prompt")
     ids = encode_within(vocabulary.encode_controlled, text, max_tokens, "prompt")
     return Prompt(tuple(vocabulary.with_special(ids) if adds_special else ids))
+
+
+def _places(text: str, shield: Shield, turns: Sequence[Turn], choosing: Choosing) -> Places:
+    """Return the parts of a rendered chat."""
+    shown = [replace(turn, content=_answer_of(turn)) for turn in turns]
+    return places_of(shield.removed_from(text), shown, [tool.name for tool in choosing.listing])
 
 
 def _texts_of(turns: Sequence[Turn]) -> Iterator[str]:

@@ -95,6 +95,10 @@ class Shield:
             return {self.put(name): self.put_in(each) for name, each in value.items()}
         return value
 
+    def removed_from(self, text: str) -> str:
+        """Return a rendered text without the shield's characters, as its tokens stand for it."""
+        return text.replace(self.char, "")
+
     def found(self, text: str) -> str:
         """Return a rendered text with the shield's characters unescaped, where the template escaped
         them as JSON, Python and URLs do.

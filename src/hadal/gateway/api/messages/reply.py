@@ -201,6 +201,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "server_tool_use": None,
         "inference_geo": None,
         "service_tier": "standard",
+        **usage.explained,
     }
 
 

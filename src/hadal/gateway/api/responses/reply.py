@@ -317,4 +317,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        **usage.explained,
     }

@@ -1,0 +1,107 @@
+"""Messages found in rendered prompts: every byte of a message's text belongs to it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from hadal.gateway.text.asks import PastCall, Rendering, Turn
+from hadal.gateway.text.chat import ChatFormat
+from hadal.gateway.text.places import REPLY, TOOLS, Places, PromptPart, places_of
+from hadal.gateway.text.tools import Choosing, read_tools
+from hadal.gateway.text.vocabulary import Vocabulary
+
+from .test_family_chats import TEMPLATES, chats, vocabulary
+from .test_tools import VOCABULARY, listing_chat
+
+__all__ = ["chats", "vocabulary"]
+
+CHAT = [
+    Turn("system", "You water the garden of a tall house — ü."),
+    Turn("user", "a"),
+    Turn("assistant", "<think>hm</think>  The rain came early this year.\n"),
+    Turn("user", "user"),
+    Turn("assistant", "Ja."),
+    Turn("user", "When does the rain come again?"),
+]
+MAX = 100_000
+
+
+def texts_of(text: str, places: Places) -> dict[PromptPart, str]:
+    """Return the text of each part of a prompt."""
+    data = text.encode()
+    found: dict[PromptPart, bytearray] = {}
+    for at, byte in enumerate(data):
+        place = places.at(at)
+        assert place is not None
+        found.setdefault(place, bytearray()).append(byte)
+    return {place: bytes(part).decode() for place, part in found.items()}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_message_is_found_in_every_template(
+    chats: dict[str, ChatFormat], vocabulary: Vocabulary, name: str
+) -> None:
+    prompt = chats[name].prompt(CHAT, max_tokens=MAX)
+    texts = texts_of(vocabulary.decode(prompt.ids), prompt.find_places())
+    for index, turn in enumerate(CHAT):
+        content = turn.content.rpartition("</think>")[2].strip()
+        if content == turn.role:
+            continue  # Its header has the same text, so it may count as the next message's.
+        assert content in texts[PromptPart(turn.role, index)]
+    assert "again" not in texts[PromptPart(REPLY)]
+    assert "".join(texts.values()) == vocabulary.decode(prompt.ids)
+
+
+def test_a_later_system_message_is_found_where_the_template_puts_it(
+    chats: dict[str, ChatFormat], vocabulary: Vocabulary
+) -> None:
+    late = Turn("system", "From now on speak of the rain only.")
+    prompt = chats["DeepSeek-V3"].prompt([*CHAT[:2], late, CHAT[-1]], max_tokens=MAX)
+    texts = texts_of(vocabulary.decode(prompt.ids), prompt.find_places())
+    assert late.content in texts[PromptPart("system", 2)]
+    assert CHAT[-1].content in texts[PromptPart("user", 3)]
+
+
+def tools_of(*names: str) -> Choosing:
+    return Choosing(
+        read_tools([{"type": "function", "function": {"name": name}} for name in names])
+    )
+
+
+def test_the_list_of_tools_is_a_part_of_its_own() -> None:
+    with closing(listing_chat(VOCABULARY)) as chat:
+        rendering = Rendering(choosing=tools_of("find_rain", "find_sun"))
+        prompt = chat.prompt(CHAT, rendering, max_tokens=MAX)
+    texts = texts_of(VOCABULARY.decode(prompt.ids), prompt.find_places())
+    assert "find_rain" in texts[PromptPart(TOOLS)]
+    assert "find_sun" in texts[PromptPart(TOOLS)]
+    for index in (0, 5):
+        assert CHAT[index].content in texts[PromptPart(CHAT[index].role, index)]
+
+
+@pytest.mark.parametrize("written", ['{"city": "Rome"}', "<parameter>Rome</parameter>"])
+def test_calls_belong_to_their_message(written: str) -> None:
+    """The second form is one in which a template does not write the arguments as they came."""
+    call = PastCall("1", "find_rain", '{"city": "Rome"}')
+    turns = [Turn("user", "rain?"), Turn("assistant", "", (call,)), Turn("tool", "none", (), "1")]
+    text = f"<u>rain?<a>call find_rain {written}<t>none<a>"
+    texts = texts_of(text, places_of(text, turns))
+    assert written in texts[PromptPart("assistant", 1)]
+    assert texts[PromptPart("tool", 2)].endswith("none")
+    assert texts[PromptPart(REPLY)] == "<a>"
+
+
+def test_messages_that_a_template_leaves_out_end_the_search() -> None:
+    """Otherwise a long chat that is not shown would cost the square of its length."""
+    missing = [Turn("user", f"This message number {number} is not shown.") for number in range(100)]
+    last = Turn("user", "Only this one is shown.")
+    text = f"<u>{last.content}<a>"
+    few, many = (places_of(text, [*missing[:number], last]) for number in (5, 100))
+    assert PromptPart("user", 5) in few.parts
+    assert many.parts == (PromptPart(REPLY),)
+
+
+def test_a_plain_text_has_no_parts() -> None:
+    assert Places().at(3) is None
