@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from hadal.gateway.desk.service import read_served_model
 from hadal.gateway.text.asks import PastCall, Rendering, Turn
-from hadal.gateway.text.dsml import FORMS, V32, V41
+from hadal.gateway.text.dsml import FORMS, V4, V32, V41
 from hadal.gateway.text.dsml_chats import template_of
+from hadal.gateway.text.places import PromptPart
 from hadal.gateway.text.reminders import in_place
 
 from .model_folder import ASSISTANT, TEMPLATE, USER, write_model_folder
@@ -57,6 +58,17 @@ def test_a_system_message_keeps_its_place(tmp_path: Path, template: str) -> None
     # V3.2 and V4.1 keep such a message as it is. V4's template makes the reminder itself.
     keeps = template in (TEMPLATE, template_of(V32), template_of(V41))
     assert texts[-1].count("<system-reminder>") == (not keeps)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MOVING, template_of(V4)])
+def test_a_reminder_has_the_number_of_its_message(tmp_path: Path, template: str) -> None:
+    """An explanation of a miss in the cache names the message as the client numbers it."""
+    model = read_served_model(write_model_folder(tmp_path / "m", template=template), "small")
+    assert model.chat is not None
+    prompt = model.chat.prompt(TURNS, Rendering(keeps_places=True), max_tokens=4000)
+    text, places = model.vocabulary.decode(prompt.ids).encode(), prompt.find_places()
+    for index, turn in enumerate(TURNS):
+        assert places.at(text.index(turn.content.encode())) == PromptPart(turn.role, index)
 
 
 def test_a_system_message_goes_into_the_turn_before_it() -> None:
