@@ -11,7 +11,7 @@ UV := UV_FIND_LINKS="$$PIP_FIND_LINKS" UV_PYTHON_DOWNLOADS=never $(BIN)/uv
 CHANGED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat eval test test-more test-all swarm check bench bench-quick bench-peers model pins clean
+.PHONY: help setup serve chat eval test test-more test-all clients swarm check bench bench-quick bench-peers model pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test-more: setup  ## what `make test` leaves out, and campaigns with fresh seeds
 
 test-all: setup  ## everything at full sizes (hours)
 	@$(BIN)/python -m tests.suite all $(ARGS)
+
+clients: setup  ## the newest clients and coding agents of others with this server, as a table (as root)
+	@$(BIN)/python -m tests.clients $(ARGS)
 
 swarm: setup  ## ten thousand small worlds with random faults; ARGS="--seed 7" repeats one
 	@$(BIN)/python -m tests.sim.swarm $(ARGS)

@@ -58,6 +58,7 @@ NEEDS = {
     "postgresql": Need("PostgreSQL", "apt-get install postgresql", ("initdb",), also_in=_SYSTEM),
     "promtool": Need("promtool", "apt-get install prometheus", ("promtool",)),
     "node": Need("node", "apt-get install nodejs", ("node",)),
+    "npm": Need("npm", "apt-get install npm", ("node", "npm")),
     "compiler": Need("C++ compiler", "apt-get install g++", ("c++", "g++", "clang++"), is_any=True),
     "systemd": Need("systemd-analyze", "apt-get install systemd", ("systemd-analyze",)),
     "root": Need("root's rights", "sudo make test", as_root=True),

@@ -3,11 +3,13 @@
     python -m tests.clients                       # starts hadal-tiny, tries everything, prints the table
     python -m tests.clients --only openai --url http://127.0.0.1:8000
     python -m tests.clients --write               # and writes docs/clients.md
+    python -m tests.clients --only agents         # the newest coding agents (tests/clients/agents)
 
 Each client gets an environment of its own in .peers/clients/, since some need old versions of
 others' packages. Packages come from PyPI and npm; a client that cannot be installed gets a row with
-the reason. The scripts in python/ and js/ are ours. The suites are others': llm-comply, and the
-tests of openai-python's API resources, from its source distribution.
+the reason. The scripts in python/ and js/ are ours. The suites are others': llm-comply, LangChain's
+standard tests of chat models, and the tests of openai-python's API resources, from its source
+distribution. Coding agents have a table of their own.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.server import launched, wait_ready
+from tests.clients.agents import table
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -82,7 +85,15 @@ RESOURCE_TESTS = (
     "tests/api_resources/test_files.py",
     "tests/api_resources/test_batches.py",
 )
-CLIENTS = (*PYTHON, "js", "comply", "resources")
+STANDARD = (
+    "langchain-tests==1.1.9",
+    "langchain-core==1.8.3",
+    "langchain-openai==1.7.4",
+    "langchain-deepseek==1.1.1",
+    "langchain-anthropic==1.7.10",
+)
+CLIENTS = (*PYTHON, "js", "comply", "standard", "resources")
+AGENTS = "agents"
 HEAD = """\
 # Compatibility with clients
 
@@ -98,8 +109,9 @@ python -m tests.clients --write               # writes this page, too
 ```
 
 Each client has an environment of its own ([tests/clients](../tests/clients/__main__.py)). The scripts are part
-of Hadal; the suites (llm-comply, openai-python's tests) are third-party. The tests of openai-python use every field of
-OpenAI's API, and Hadal does not serve some of them (audio, images, stored chats)."""
+of Hadal; the suites (llm-comply, langchain-tests, openai-python's tests) are third-party. The tests of openai-python
+use every field of OpenAI's API, and Hadal does not serve some of them (audio, images, stored chats). LangChain's tests
+ask what hadal-tiny was not taught. Coding agents are in [agents](agents.md)."""
 """Text of docs/clients.md above its tables."""
 
 
@@ -224,6 +236,35 @@ def _comply(url: str, model: str) -> list[Trial]:
     return trials
 
 
+def _standard(url: str, model: str) -> list[Trial]:
+    """Run LangChain's standard tests of chat models; one row per client."""
+    python = _python("standard", *STANDARD)
+    # The file is copied, because pytest would read the settings of the folders above it.
+    folder = python.parents[1] / "suite"
+    folder.mkdir(exist_ok=True)
+    for name in ("standard_tests.py", "trial.py"):
+        shutil.copy(HERE / "python" / name, folder)
+    # One event loop for all tests: the clients keep connections between tests.
+    loop = ("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session")
+    command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--tb=line", *loop)
+    place = {"HADAL_URL": url, "HADAL_MODEL": model}
+    _, output, errors = _called(
+        *command, "standard_tests.py", cwd=folder, timeout_s=CLIENT_TIMEOUT_S, **place
+    )
+    client = STANDARD[0].replace("==", " ")
+    trials = []
+    for name in dict.fromkeys(re.findall(r"^(?:PASSED|FAILED) \S+::Test(\w+)::", output, re.M)):
+        passed = len(re.findall(rf"^PASSED \S+::Test{name}::", output, re.M))
+        failed = re.findall(rf"^FAILED \S+::Test{name}::test_(\w+)", output, re.M)
+        trials.append(Trial(client, name, not failed, _passed_and_failed(passed, failed)))
+    return trials or [Trial(client, "runs", False, (errors or output)[-200:])]
+
+
+def _passed_and_failed(num_passed: int, failed: list[str]) -> str:
+    names = f"; not: {', '.join(sorted(set(failed)))}" if failed else ""
+    return f"{num_passed} passed{names}"
+
+
 def _resources(url: str, model: str) -> list[Trial]:
     """Run openai-python's tests of its API resources with our model; one row per test function.
 
@@ -254,7 +295,7 @@ def _resources(url: str, model: str) -> list[Trial]:
         failed = re.findall(
             r"^FAILED \S+::test_(?:(?:method|raw_response|streaming_response)_)?(\w+)", output, re.M
         )
-        seen = f"{passed} passed" + (f"; not: {', '.join(sorted(set(failed)))}" if failed else "")
+        seen = _passed_and_failed(passed, failed)
         if not passed and not failed:
             failed, seen = ["runs"], (errors or output)[-200:]
         what = name.removeprefix("tests/api_resources/").removesuffix(".py")
@@ -269,6 +310,8 @@ def tried(name: str, url: str, model: str) -> list[Trial]:
             return _javascript(url, model)
         if name == "comply":
             return _comply(url, model)
+        if name == "standard":
+            return _standard(url, model)
         if name == "resources":
             return _resources(url, model)
         return _scripts(name, url, model)
@@ -304,30 +347,39 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=CLIENTS,
-        default=CLIENTS,
+        choices=(*CLIENTS, AGENTS),
+        default=(*CLIENTS, AGENTS),
         metavar="CLIENT",
-        help=", ".join(CLIENTS),
+        help=", ".join((*CLIENTS, AGENTS)),
     )
     parser.add_argument("--write", action="store_true", help="write docs/clients.md")
     arguments = parser.parse_args()
     console = Console()
+    names = [name for name in arguments.only if name != AGENTS]
+    if names:
+        try_clients(console, names, arguments.url, is_written=arguments.write)
+    if AGENTS in arguments.only and arguments.url is None:
+        table.shown(console, list(table.AGENTS), is_newest=True, keep=None)
+
+
+def try_clients(console: Console, names: list[str], url: str | None, *, is_written: bool) -> None:
+    """Try these clients with the server at `url` (None: one is started) and print their table."""
     trials: list[Trial] = []
-    given = nullcontext((arguments.url or "").rstrip("/").removesuffix("/v1"))
-    with served() if arguments.url is None else given as url:
+    given = nullcontext((url or "").rstrip("/").removesuffix("/v1"))
+    with served() if url is None else given as url:
         model = httpx.get(f"{url}/v1/models", timeout=600).json()["data"][0]["id"]
-        for name in arguments.only:
+        for name in names:
             with console.status(f"{name} (the first time, it is installed) ..."):
                 found = tried(name, url, model)
             trials += found
-            table = Table("client", "tried", "", "seen", show_header=name == arguments.only[0])
+            rows = Table("client", "tried", "", "seen", show_header=name == names[0])
             for trial in found:
                 mark = "[green]works[/]" if trial.ok else "[red]fails[/]"
-                table.add_row(trial.client, trial.what, mark, trial.seen[:100].replace("[", "\\["))
-            console.print(table)
+                rows.add_row(trial.client, trial.what, mark, trial.seen[:100].replace("[", "\\["))
+            console.print(rows)
     num_ok = sum(trial.ok for trial in trials)
     console.print(f"{num_ok} of {len(trials)} work")
-    if arguments.write:
+    if is_written:
         DOCUMENT.write_text(as_markdown(trials))
 
 

@@ -1,0 +1,193 @@
+"""Install an agent, run it in a network namespace of its own, and read what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.clients.agents.agents import CACHE, Agent
+from tests.clients.agents.relay import Exchange
+
+ROOT = Path(__file__).resolve().parents[3]
+INSTALL_TIMEOUT_S = 600.0
+TRIAL_TIMEOUT_S = 900.0
+_ALONE = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Command prefix: namespaces without a network, all processes of which end with the first."""
+
+
+class Missing(RuntimeError):
+    """An agent cannot be installed here; the text gives the reason."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One start of an agent, for one task."""
+
+    task: str
+    exit_code: int
+    output: str
+    """End of what the agent printed."""
+    statuses: list[int]
+    """HTTP status of each reply."""
+    calls: list[str]
+    """Names of the calls that the replies had."""
+    refused: list[str]
+    """Errors of replies: status, field and message."""
+    usages: list[tuple[int, int]]
+    """Prompt tokens of each reply, and cached ones among them."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an agent's turns."""
+
+    agent: str
+    turns: list[Turn]
+    file: str
+    """Text of the edited file at the end; "" if there is none."""
+
+    @property
+    def calls(self) -> list[str]:
+        """Names of the calls of all turns."""
+        return [name for turn in self.turns for name in turn.calls]
+
+    @property
+    def refused(self) -> list[str]:
+        """Errors of all turns, each once."""
+        return list(dict.fromkeys(text for turn in self.turns for text in turn.refused))
+
+    @property
+    def num_good_turns(self) -> int:
+        """Number of tasks in the first conversation after which the agent ended without an error."""
+        return sum(turn.exit_code == 0 for turn in self.turns[:-1])
+
+    @property
+    def cached_share(self) -> float:
+        """Cached share of the longest prompt of the last start, which is a new conversation."""
+        num_prompt, num_cached = max(self.turns[-1].usages, default=(0, 0))
+        return num_cached / max(1, num_prompt)
+
+
+def installed(agent: Agent, version: str = "") -> Path:
+    """Return an agent's program, installed in CACHE. Raises Missing."""
+    version = version or agent.version
+    folder = CACHE / f"{agent.program}-{version}"
+    inner = "bin" if agent.is_python else "node_modules/.bin"
+    program = folder / inner / agent.program
+    stamp = folder / "complete"
+    if not stamp.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if agent.is_python:
+            uv = _found("uv", "run make setup")
+            _called(uv, "venv", "-q", "--clear", "--python", sys.executable, folder)
+            python = folder / "bin" / "python"
+            _called(uv, "pip", "install", "-q", "--python", python, f"{agent.package}=={version}")
+        else:
+            npm = _found("npm", "apt-get install npm")
+            (folder / "package.json").write_text('{"private": true}')
+            options = ("--silent", "--no-audit", "--no-fund", f"--prefix={folder}")
+            _called(npm, "install", *options, f"{agent.package}@{version}")
+        stamp.touch()
+    return program
+
+
+def newest(agent: Agent) -> str:
+    """Return the newest version of an agent. Raises Missing."""
+    if agent.is_python:
+        command = (sys.executable, "-m", "pip", "index", "versions", agent.package, "--json")
+        return str(json.loads(_called(*command))["latest"])
+    return _called(_found("npm", "apt-get install npm"), "view", agent.package, "version").strip()
+
+
+def run(agent: Agent, program: Path, keep: Path | None = None) -> Outcome:
+    """Run an agent through its turns, in namespaces without a way out. Needs root."""
+    inner = [sys.executable, "-m", "tests.clients.agents", agent.name, str(program)]
+    if keep is not None:
+        inner += ["--keep", str(keep)]
+    done = subprocess.run(
+        [*_ALONE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *inner],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TRIAL_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{agent.name}: {done.stderr[-4000:]}")
+    fields = json.loads(done.stdout.splitlines()[-1])
+    return Outcome(fields["agent"], [Turn(**turn) for turn in fields["turns"]], fields["file"])
+
+
+def read_refusal(exchange: Exchange) -> str:
+    """Return status, field and message of an error; "" if the reply is none."""
+    inner = [event.get("response") or event for event in exchange.events]
+    error = next((found for each in inner if isinstance(found := each.get("error"), dict)), None)
+    if error is None:
+        place = f"{exchange.method} {exchange.path.partition('?')[0]}"
+        return f"{exchange.status}: {place}" if exchange.status >= 400 else ""
+    field = error.get("param") or ""
+    return f"{exchange.status} {field}: {error.get('message', '')}"[:300]
+
+
+def read_calls(exchange: Exchange) -> list[str]:
+    """Return the names of the calls in a reply of any of the three formats."""
+    return [name for event in exchange.events for name in _names(event) if name]
+
+
+def read_usage(exchange: Exchange) -> tuple[int, int]:
+    """Return the prompt's tokens and the cached ones among them; (0, 0) if the reply has no usage."""
+    found = (0, 0)
+    for event in exchange.events:
+        inner = event.get("response") or event.get("message") or {}
+        usage = event.get("usage") or inner.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        cached = details.get("cached_tokens", usage.get("cache_read_input_tokens", 0))
+        prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+        if "cache_read_input_tokens" in usage:
+            prompt += cached + usage.get("cache_creation_input_tokens", 0)
+        found = max(found, (prompt, cached))
+    return found
+
+
+def _names(event: dict[str, Any]) -> list[str]:
+    names = []
+    for choice in event.get("choices") or ():
+        part = choice.get("delta") or choice.get("message") or {}
+        names += [call.get("function", {}).get("name") for call in part.get("tool_calls") or ()]
+    item = event.get("item") if event.get("type") == "response.output_item.done" else None
+    blocks = [item] if item else [event.get("content_block")]
+    for block in blocks:
+        if isinstance(block, dict) and str(block.get("type", "")).endswith(("_call", "tool_use")):
+            names.append(f"{block.get('namespace') or ''}.{block.get('name')}".lstrip("."))
+    return names
+
+
+def _found(program: str, how: str) -> Path:
+    path = shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if path is None:
+        raise Missing(f"{program} is not there; {how}")
+    return Path(path)
+
+
+def _called(*command: str | Path) -> str:
+    """Run a command to its end; return its output. Raises Missing if it fails."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        env={**os.environ, "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")},
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise Missing(" ".join((done.stderr or done.stdout).split())[-300:])
+    return done.stdout
