@@ -92,6 +92,12 @@ STANDARD = (
     "langchain-deepseek==1.1.1",
     "langchain-anthropic==1.7.10",
 )
+STANDARD_SETTINGS = """\
+[pytest]
+asyncio_mode = auto
+asyncio_default_test_loop_scope = session
+"""
+"""One event loop for all tests: the clients keep connections from test to test."""
 CLIENTS = (*PYTHON, "js", "comply", "standard", "resources")
 AGENTS = "agents"
 HEAD = """\
@@ -239,14 +245,13 @@ def _comply(url: str, model: str) -> list[Trial]:
 def _standard(url: str, model: str) -> list[Trial]:
     """Run LangChain's standard tests of chat models; one row per client."""
     python = _python("standard", *STANDARD)
-    # The file is copied, because pytest would read the settings of the folders above it.
+    # In a folder with settings of its own, so that pytest does not read those of this repository.
     folder = python.parents[1] / "suite"
     folder.mkdir(exist_ok=True)
+    (folder / "pytest.ini").write_text(STANDARD_SETTINGS)
     for name in ("standard_tests.py", "trial.py"):
         shutil.copy(HERE / "python" / name, folder)
-    # One event loop for all tests: the clients keep connections between tests.
-    loop = ("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session")
-    command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--tb=line", *loop)
+    command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--tb=line")
     place = {"HADAL_URL": url, "HADAL_MODEL": model}
     _, output, errors = _called(
         *command, "standard_tests.py", cwd=folder, timeout_s=CLIENT_TIMEOUT_S, **place

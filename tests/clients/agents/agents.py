@@ -43,7 +43,7 @@ class Agent:
     """Name of the served model. Codex chooses its tools by it."""
     is_python: bool = False
     not_served: str = "nothing is known"
-    """What the agent asks for and is not served."""
+    """Parts of its requests that the server does not serve."""
 
     def setting(self, url: str) -> str:
         """Return the lines for a server."""

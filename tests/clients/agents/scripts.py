@@ -1,4 +1,4 @@
-"""What the scripted model answers, for each agent: four tasks, and what a model may do wrong.
+"""Answers of the scripted model, for each agent: four tasks, and a model's mistakes.
 
 one    text before a call that writes a file; then an empty turn
 two    two calls in a turn; then a call of an unknown tool
@@ -100,7 +100,7 @@ def _claude() -> Answer:
         ("Write", {**path, "content": "alpha\n"}),
         ("Read", path),
         ("Edit", {**path, "old_string": "alpha", "new_string": "beta"}),
-        ("Bash", {"command": "ls", "description": "List files"}),
+        ("Bash", {"command": "ls", "description": "Lists"}),
     )
 
 
@@ -110,7 +110,7 @@ def _opencode() -> Answer:
         ("write", {**path, "content": "alpha\n"}),
         ("read", path),
         ("edit", {**path, "oldString": "alpha", "newString": "beta"}),
-        ("bash", {"command": "ls", "description": "List files"}),
+        ("bash", {"command": "ls", "description": "Lists"}),
     )
 
 
@@ -146,7 +146,7 @@ def _patching() -> Answer:
 
 
 def _nested() -> Answer:
-    """Return the script of Codex with its custom tool `exec`, the input of which is a program."""
+    """Return the script of Codex with its custom tool `exec`: its input is a program."""
 
     def program(command: str) -> tuple[str, dict[str, Any]]:
         return "exec", {"input": f"text(await tools.exec_command({json.dumps({'cmd': command})}))"}

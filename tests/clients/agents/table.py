@@ -110,10 +110,10 @@ def as_markdown(results: Sequence[Result]) -> str:
 
 def section(agent: Agent) -> str:
     """Return an agent's part of docs/agents.md."""
-    place = f"`~/{agent.file}`" if agent.file else "environment"
+    place = f"`~/{agent.file}`" if agent.file else "the environment"
     setting = agent.setting("http://127.0.0.1:8000").rstrip()
-    facts = f"Version {agent.version}, by `{agent.api}`. Not served: {agent.not_served}."
-    return f"### {agent.title}\n\n{facts} Set in {place}:\n\n```\n{setting}\n```\n"
+    facts = f"Version {agent.version}, by `{agent.api}`.\nNot served: {agent.not_served}."
+    return f"### {agent.title}\n\n{facts}\nSet in {place}:\n\n```\n{setting}\n```\n"
 
 
 def _line(cells: Row) -> str:

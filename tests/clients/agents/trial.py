@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 INSTALL_TIMEOUT_S = 600.0
 TRIAL_TIMEOUT_S = 900.0
 _ALONE = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-"""Command prefix: namespaces without a network, all processes of which end with the first."""
+"""Command prefix: namespaces without a network. Their processes end with the first one."""
 
 
 class Missing(RuntimeError):
@@ -45,7 +45,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an agent's turns."""
+    """Results of an agent's turns."""
 
     agent: str
     turns: list[Turn]

@@ -48,7 +48,8 @@ class TestChatDeepSeek(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, object]:
-        return {"model": trial.MODEL, "api_base": f"{trial.URL}/v1", "api_key": trial.KEY}
+        place = {"api_base": f"{trial.URL}/v1", "api_key": trial.KEY}
+        return {"model": trial.MODEL, "stream_usage": True, **place}
 
     @property
     def supports_json_mode(self) -> bool:
