@@ -134,7 +134,7 @@ def _usage(server: Running) -> tuple[int, int]:
 def _turn(
     task: str, code: int, output: str, exchanges: list[Exchange], used: tuple[int, int]
 ) -> Turn:
-    """Return what a turn did. `used`: all its prompt tokens and the cached ones, which stand in for
+    """Return the results of a turn. `used`: all its prompt tokens and the cached ones, which stand in for
     an agent that asks for no usage.
     """
     return Turn(

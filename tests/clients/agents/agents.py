@@ -1,6 +1,6 @@
 """Agents: how each is installed, set up, and started for one turn.
 
-`lines` are what a user sets. {url} is the server's URL without /v1; the model is named `hadal`.
+A user sets `lines`. {url} is the server's URL without /v1; the model is named `hadal`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Agent:
     again: tuple[str, ...]
     """Arguments of a turn that goes on with the last conversation."""
     environment: tuple[str, ...] = ()
-    """Further environment variables, NAME=VALUE: what a test needs, and a user does not."""
+    """Further environment variables, NAME=VALUE, that only a test needs."""
     model: str = "hadal"
     """Name of the served model. Codex chooses its tools by it."""
     is_python: bool = False

@@ -21,7 +21,7 @@ from tests.clients.agents.trial import ROOT
 FOLDER = ROOT / "tests" / "unit" / "gateway" / "agents"
 _WORD = re.compile(r"[\w.+:-]{1,64}")
 _SIZE = re.compile(r"~(\d+)")
-_WORK = re.compile(r"/tmp/hadal-agent-\w+")
+_WORK = re.compile(r"/tmp/hadal-agent-\w+(?:/work)?")
 _LEFT_OUT = ("host", "content-length", "connection", "accept-encoding", "authorization")
 """Header fields that a test's own client sets."""
 _KEPT = ("accept", "content-type", "anthropic-beta", "anthropic-version")

@@ -1,4 +1,4 @@
-"""Install an agent, run it in a network namespace of its own, and read what came of it."""
+"""Install an agent, run it in a network namespace of its own, and read its results."""
 
 from __future__ import annotations
 
