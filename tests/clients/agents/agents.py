@@ -87,7 +87,7 @@ CLAUDE = Agent(
     ("ANTHROPIC_BASE_URL={url}", "ANTHROPIC_AUTH_TOKEN=none", "ANTHROPIC_MODEL={model}"),
     ("-p", "--allowedTools=Bash,Edit,Read,Write", "{prompt}"),
     ("-p", "--continue", "--allowedTools=Bash,Edit,Read,Write", "{prompt}"),
-    not_served="the tool `WebSearch`, and `HEAD /api/hello` (404, without effect)",
+    not_served="the tool `WebSearch`",
 )
 OPENCODE = Agent(
     "opencode",
