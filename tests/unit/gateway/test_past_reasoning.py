@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import RequestError
+from hadal.gateway.api.messages.request import parse_messages
 from hadal.gateway.api.openai.request import parse_chat
+from hadal.gateway.api.responses.reasoning import sealed
+from hadal.gateway.api.responses.request import parse_response, read_response
 from hadal.gateway.text.asks import ChatAsk, PastCall, Rendering, Turn
 from hadal.gateway.text.chat import ChatFormat
+from hadal.gateway.text.dsml import V4, V32, V41
+from hadal.gateway.text.dsml_chats import template_of
 from hadal.gateway.text.tools import Choosing, read_tools
 from hadal.gateway.text.vocabulary import Vocabulary
 
@@ -260,3 +265,94 @@ def test_contradicting_options_are_refused() -> None:
         chat(preserve_thinking=False, thinking={"type": "enabled", "keep": "all"})
     with pytest.raises(RequestError, match="reasoning_history"):
         chat(reasoning_history="disabled")
+
+
+SCHEMA = {"type": "object", "properties": {}}
+FUNCTION = {"name": "f", "description": "d"}
+SAID = {"type": "output_text", "text": "one"}
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "chat": {
+        "tools": [{"type": "function", "function": {**FUNCTION, "parameters": SCHEMA}}],
+        "messages": [
+            {"role": "user", "content": "1?"},
+            {"role": "assistant", "content": "one", "reasoning_content": "old"},
+            {"role": "user", "content": "2?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "new",
+                "tool_calls": [{"id": CALL.id, "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": CALL.id, "content": "r"},
+        ],
+    },
+    "messages": {
+        "max_tokens": 9,
+        "tools": [{**FUNCTION, "input_schema": SCHEMA}],
+        "messages": [
+            {"role": "user", "content": "1?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "old", "signature": "s"},
+                    {"type": "text", "text": "one"},
+                ],
+            },
+            {"role": "user", "content": "2?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "new", "signature": "s"},
+                    {"type": "tool_use", "id": CALL.id, "name": "f", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": CALL.id, "content": "r"}],
+            },
+        ],
+    },
+    "responses": {
+        "tools": [{"type": "function", **FUNCTION, "parameters": SCHEMA}],
+        "input": [
+            {"role": "user", "content": "1?"},
+            {"type": "reasoning", "summary": [], "content": [{"text": "old"}]},
+            {"role": "assistant", "content": [SAID]},
+            {"role": "user", "content": "2?"},
+            {"type": "reasoning", "summary": [], "encrypted_content": sealed("new")},
+            {"type": "function_call", "call_id": CALL.id, "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": CALL.id, "output": "r"},
+        ],
+    },
+}
+
+
+def parsed(api: str, **more: Any) -> ChatAsk:
+    body = {"model": "m", "thinking": {"type": "enabled"}, **CONVERSATIONS[api], **more}
+    data = json.dumps(body).encode()
+    if api == "responses":
+        return parse_response(read_response(data), known={}).after(())
+    return parse_chat(data) if api == "chat" else parse_messages(data)
+
+
+@pytest.mark.parametrize(
+    ("template", "marks", "options", "shown"),
+    [
+        (KIMI_THINKING, KIMI.marks, {}, ["new"]),
+        (OPTIONAL, KIMI.marks, {"preserve_thinking": True}, ["old", "new"]),
+        (WITH_TOOLS, KIMI.marks, {}, ["old", "new"]),
+        (R1, V31.marks, {}, []),
+        (template_of(V32), V32.marks, {}, ["new"]),
+        (template_of(V4), V4.marks, {}, ["old", "new"]),
+        (template_of(V41), V41.marks, {}, ["old", "new"]),
+    ],
+)
+def test_the_prompt_is_the_same_in_every_format(
+    template: str, marks: tuple[str, ...], options: dict[str, Any], shown: list[str]
+) -> None:
+    texts = []
+    for api in CONVERSATIONS:
+        ask = parsed(api, **options)
+        texts.append(prompt_of(template, ask.turns, marks, ask.rendering)[0])
+    assert texts[0] == texts[1] == texts[2]
+    assert [text for text in ("old", "new") if text in texts[0]] == shown
