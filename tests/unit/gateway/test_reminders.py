@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,11 @@ STRICT = (
 TURNS = (
     Turn("system", "Rules."),
     Turn("user", "Hi."),
-    Turn("system", "Be brief."),
+    Turn("system", "Be brief in all answers."),
     Turn("assistant", "Hello."),
     Turn("user", "And?"),
+    Turn("system", "Now."),
+    Turn("assistant", "Bye."),
 )
 
 
@@ -48,16 +51,22 @@ def test_a_system_message_keeps_its_place(tmp_path: Path, template: str) -> None
         assert model.chat is not None
         return model.vocabulary.decode(model.chat.prompt(turns, rendering, max_tokens=4000).ids)
 
-    texts = [text(TURNS[:number]) for number in (2, 3, 4, 5)]
+    texts = [text(TURNS[:number]) for number in (3, 4, 5, 6, 7)]
     for shorter, longer in itertools.pairwise(texts):
         assert longer.startswith(shorter), "each turn only adds to the prompt"
-    parts = [texts[-1].index(part) for part in ("Rules.", "Hi.", "Be brief.", "Hello.", "And?")]
+    keeps = template in map(template_of, FORMS.values()) or template == TEMPLATE
+    order = (
+        ["Rules.", "Hi.", "Be brief in all answers."]
+        if keeps
+        else ["Rules.", "Be brief in all answers.", "Hi."]
+    )
+    parts = [texts[-1].index(part) for part in (*order, "Hello.", "And?", "Now.", "Bye.")]
     assert parts == sorted(parts)
     assert texts[-1].count(USER) == 2
-    assert texts[-1].count(ASSISTANT) == 1
-    # V3.2 and V4.1 keep such a message as it is. V4's template makes the reminder itself.
-    keeps = template in (TEMPLATE, template_of(V32), template_of(V41))
-    assert texts[-1].count("<system-reminder>") == (not keeps)
+    assert texts[-1].count(ASSISTANT) == 2
+    # V3.2 and V4.1 keep such a message as it is. V4's template makes the reminders itself.
+    num = 0 if template in (TEMPLATE, template_of(V32), template_of(V41)) else 2 if keeps else 1
+    assert texts[-1].count("<system-reminder>") == num
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MOVING, template_of(V4)])
@@ -95,8 +104,27 @@ def test_a_system_message_goes_into_the_turn_before_it() -> None:
 @given(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), max_size=8))
 def test_texts_keep_their_order(roles: list[str]) -> None:
     turns = tuple(Turn(role, f"<{at}>") for at, role in enumerate(roles))
-    whole = "".join(turn.content for turn in in_place(turns))
+    edited = in_place(turns)
+    whole = "".join(turn.content for turn in edited)
+    first = re.match("(s*)(u+)(s+)(?![su])", "".join(role[0] for role in roles))
+    if first is not None:  # The system's messages behind the first of the user come before it.
+        begun, behind = first.end(1), first.end(2)
+        turns = (
+            *turns[:begun],
+            *turns[behind : first.end()],
+            *turns[begun:behind],
+            *turns[first.end() :],
+        )
     places = [whole.index(turn.content) for turn in turns]
     assert places == sorted(places)
-    begun = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
-    assert [turn.role for turn in in_place(turns)].count("system") == begun
+    num_first = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
+    num_system = max(1, num_first) if first is not None else num_first
+    assert [turn.role for turn in edited].count("system") == num_system
+
+
+def test_conversations_with_other_first_words_share_the_system_s_messages() -> None:
+    found = [
+        in_place((Turn("system", "0"), Turn("user", words), Turn("system", "1")))
+        for words in ("a", "b")
+    ]
+    assert found == [(Turn("system", "0\n\n1"), Turn("user", words)) for words in ("a", "b")]

@@ -3,14 +3,19 @@
 Most templates of this family write all system messages at the prompt's beginning. A client that
 adds one in each round would then change the beginning each time, and find nothing in the cache.
 Such a message goes into the turn before it, in the marks of DeepSeek's converter (deepseek-recipe).
+One between the first text of the user and the first answer goes to the beginning: it never moves
+again, and conversations that begin with other words share it.
 
-    system, user, system        -->  system, user with <system-reminder> ... </system-reminder>
+    system, user, system, assistant, user, system
+    -->  system, user, assistant, user with <system-reminder> ... </system-reminder>
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from hadal.gateway.text.asks import Turn
 
@@ -27,7 +32,7 @@ def keeps_places(rendered: str) -> bool:
 def in_place(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """Return the turns without system messages, except for those at the beginning."""
     found: list[Turn] = []
-    for turn in turns:
+    for turn in _with_first_ones_ahead(turns):
         if turn.role == "system" and found and found[-1].role != "system":
             text = f"<system-reminder>\n{turn.content}\n</system-reminder>"
             role = "tool" if found[-1].role == "tool" else "user"
@@ -40,3 +45,19 @@ def in_place(turns: Sequence[Turn]) -> tuple[Turn, ...]:
         else:
             found.append(turn)
     return tuple(found)
+
+
+def _with_first_ones_ahead(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """Yield the turns, those of the system between the first of the user and the first answer in
+    one with the first ones: some templates accept only one.
+    """
+    groups = [(role, list(group)) for role, group in itertools.groupby(turns, attrgetter("role"))]
+    lead = groups.pop(0)[1] if groups and groups[0][0] == "system" else []
+    roles = [role for role, _ in groups[:3]]
+    if roles[:2] == ["user", "system"] and roles[2:] != ["user"]:
+        behind = groups.pop(1)[1]
+        texts = [turn.content for turn in (*lead[-1:], *behind)]
+        lead = [*lead[:-1], Turn("system", "\n\n".join(filter(None, texts)))]
+    yield from lead
+    for _, group in groups:
+        yield from group
