@@ -49,7 +49,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 async def test_after_many_bad_requests_a_good_one_is_served(
     kinds: tuple[tuple[str, dict[str, Any], str], ...],
 ) -> None:
-    """Of all kinds in turn, or of one kind that holds most of the work."""
+    """Send all kinds in turn, or one kind alone."""
     with tool_model() as model:
         async with world(model, says(lambda prompt: "Hi.")) as it:
             num_bad = NUM_BAD if kinds is KINDS else NUM_BAD // 10
