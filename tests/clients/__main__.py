@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -33,14 +31,13 @@ from rich.table import Table
 
 from bench.server import launched, wait_ready
 from tests.clients.agents import table
+from tests.clients.installs import Missing, called, found, install, install_python
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / ".peers" / "clients"
 DOCUMENT = ROOT / "docs" / "clients.md"
 START_TIMEOUT_S = 600.0
-INSTALL_TIMEOUT_S = 600.0
-CLIENT_TIMEOUT_S = 600.0
 
 OPENAI = "openai==2.54.0"
 PYTHON: dict[str, tuple[str, ...]] = {
@@ -131,48 +128,12 @@ class Trial:
     seen: str
 
 
-class Missing(RuntimeError):
-    """Something cannot be installed here; the text gives the reason."""
-
-
-def _called(
-    *command: str | Path, cwd: Path | None = None, timeout_s: float, **env: str
-) -> tuple[int, str, str]:
-    """Run a command to its end or its deadline; return its exit status (124 at the deadline), output
-    and errors.
-    """
-    try:
-        done = subprocess.run(
-            [str(part) for part in command],
-            cwd=cwd,
-            env={**os.environ, "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), **env},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        return 124, output, f"still running after {timeout_s:.0f} s"
-    return done.returncode, done.stdout, done.stderr
-
-
-def _install(*command: str | Path, cwd: Path | None = None) -> None:
-    code, _, errors = _called(*command, cwd=cwd, timeout_s=INSTALL_TIMEOUT_S)
-    if code != 0:
-        raise Missing(" ".join(errors.split())[-200:])
-
-
 def _python(name: str, *packages: str) -> Path:
     """Return the Python of an environment with these packages; make it if it is missing or differs."""
     folder = ENVIRONMENTS / name
     stamp = folder / "packages"
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if uv is None:
-        raise Missing("uv is not there; run make setup")
     if not stamp.is_file() or stamp.read_text() != "\n".join(packages):
-        _install(uv, "venv", "-q", "--clear", "--python", sys.executable, folder)
-        _install(uv, "pip", "install", "-q", "--python", folder / "bin" / "python", *packages)
+        install_python(folder, *packages)
         stamp.write_text("\n".join(packages))
     return folder / "bin" / "python"
 
@@ -190,15 +151,12 @@ def _trials(client: str, lines: str, errors: str) -> list[Trial]:
 def _scripts(name: str, url: str, model: str) -> list[Trial]:
     python = _python(name, *PYTHON[name])
     script = HERE / "python" / f"{name}_client.py"
-    _, lines, errors = _called(
-        python, script, timeout_s=CLIENT_TIMEOUT_S, HADAL_URL=url, HADAL_MODEL=model
-    )
+    _, lines, errors = called(python, script, HADAL_URL=url, HADAL_MODEL=model)
     return _trials(name, lines, errors)
 
 
 def _javascript(url: str, model: str) -> list[Trial]:
-    if shutil.which("npm") is None:
-        raise Missing("npm is not there; apt-get install npm")
+    npm = found("npm", "apt-get install npm")
     folder = ENVIRONMENTS / "js"
     stamp = folder / "packages"
     folder.mkdir(parents=True, exist_ok=True)
@@ -206,13 +164,11 @@ def _javascript(url: str, model: str) -> list[Trial]:
         (folder / "package.json").write_text(
             '{"name": "clients", "private": true, "type": "module"}'
         )
-        _install("npm", "install", "--silent", "--no-audit", "--no-fund", *NPM, cwd=folder)
+        install(npm, "install", "--silent", "--no-audit", "--no-fund", *NPM, cwd=folder)
         stamp.write_text("\n".join(NPM))
     shutil.copy(HERE / "js" / "trials.mjs", folder)
     place = {"HADAL_URL": url, "HADAL_MODEL": model}
-    _, lines, errors = _called(
-        "node", "trials.mjs", cwd=folder, timeout_s=CLIENT_TIMEOUT_S, **place
-    )
+    _, lines, errors = called("node", "trials.mjs", cwd=folder, **place)
     return _trials("js", lines, errors)
 
 
@@ -223,7 +179,7 @@ def _comply(url: str, model: str) -> list[Trial]:
     for name, options in COMPLY_FORMATS.items():
         command = [python.parent / "llm-comply", "-u", f"{url}/v1", "-k", "none", "-m", model]
         command += ["--format", name, *options, "--json"]
-        _, output, errors = _called(*command, timeout_s=CLIENT_TIMEOUT_S)
+        _, output, errors = called(*command)
         client = f"{COMPLY.replace('==', ' ')}, {name}"
         try:
             results = json.loads(output[output.index("{") :])["results"]
@@ -253,9 +209,7 @@ def _standard(url: str, model: str) -> list[Trial]:
         shutil.copy(HERE / "python" / name, folder)
     command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--tb=line")
     place = {"HADAL_URL": url, "HADAL_MODEL": model}
-    _, output, errors = _called(
-        *command, "standard_tests.py", cwd=folder, timeout_s=CLIENT_TIMEOUT_S, **place
-    )
+    _, output, errors = called(*command, "standard_tests.py", cwd=folder, **place)
     client = STANDARD[0].replace("==", " ")
     trials = []
     for name in dict.fromkeys(re.findall(r"^(?:PASSED|FAILED) \S+::Test(\w+)::", output, re.M)):
@@ -284,7 +238,7 @@ def _resources(url: str, model: str) -> list[Trial]:
     if not source.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
-        _install(*download, "--no-binary", ":all:", "-d", folder, OPENAI)
+        install(*download, "--no-binary", ":all:", "-d", folder, OPENAI)
         with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
     trials = []
@@ -293,9 +247,7 @@ def _resources(url: str, model: str) -> list[Trial]:
         path.write_text(re.sub(r'"gpt-[^"]+"', f'"{model}"', path.read_text()))
         options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-rA", "--tb=line")
         command = (python, "-m", "pytest", name, *options)
-        _, output, errors = _called(
-            *command, cwd=source, timeout_s=CLIENT_TIMEOUT_S, TEST_API_BASE_URL=f"{url}/v1"
-        )
+        _, output, errors = called(*command, cwd=source, TEST_API_BASE_URL=f"{url}/v1")
         passed = len(re.findall(r"^PASSED ", output, re.M))
         failed = re.findall(
             r"^FAILED \S+::test_(?:(?:method|raw_response|streaming_response)_)?(\w+)", output, re.M

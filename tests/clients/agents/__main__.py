@@ -20,9 +20,9 @@ from tests.clients.agents import scripted, scripts
 from tests.clients.agents.agents import AGENTS, Agent
 from tests.clients.agents.relay import Exchange, Relay
 from tests.clients.agents.trial import Outcome, Turn, read_calls, read_refusal, read_usage
+from tests.waiting import DEADLINE_S
 
 SITE = Path(__file__).resolve().parent / "site"
-TURN_TIMEOUT_S = 120.0
 DEPLOYMENT = """
 model = "{model}"
 model_name = "{name}"
@@ -113,7 +113,7 @@ def _run(command: list[str], work: Path, environment: dict[str, str]) -> tuple[i
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=TURN_TIMEOUT_S,
+            timeout=DEADLINE_S,
             check=False,
         )
     except subprocess.TimeoutExpired as late:

@@ -42,6 +42,8 @@ class Agent:
     model: str = "hadal"
     """Name of the served model. Codex chooses its tools by it."""
     is_python: bool = False
+    is_parallel: bool = True
+    """Its requests allow several calls in a turn."""
     not_served: str = "nothing is known"
     """Parts of its requests that the server does not serve."""
 
@@ -73,7 +75,11 @@ CODEX = Agent(
 CODEX_PATCHING = replace(CODEX, name="codex-gpt-5.5", title="Codex CLI as gpt-5.5", model="gpt-5.5")
 """Offered a custom tool `apply_patch`, and `tool_search`."""
 CODEX_NESTED = replace(
-    CODEX, name="codex-gpt-6.2-sol", title="Codex CLI as gpt-6.2-sol", model="gpt-6.2-sol"
+    CODEX,
+    name="codex-gpt-6.2-sol",
+    title="Codex CLI as gpt-6.2-sol",
+    model="gpt-6.2-sol",
+    is_parallel=False,
 )
 """Tools come in an item of the input, in namespaces."""
 CLAUDE = Agent(

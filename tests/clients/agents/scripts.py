@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,40 @@ UNKNOWN = "_x"
 DONE = "Task {} is done."
 OTHER = "Notes"
 """Answer to requests that an agent makes for itself, such as a conversation's title."""
-_NAME = re.compile(f"(?<={CALL}).+?(?={SEPARATOR})")
+Call = tuple[str, dict[str, Any]]
+"""Tool and arguments."""
 _TASK = re.compile(r"Task (one|two|three|four):")
 
 
-def called(*calls: tuple[str, dict[str, Any]]) -> str:
-    """Return calls in the form of the model's tokens."""
-    return CALLS + "".join(_call(*call) + CALL_END for call in calls) + CALLS_END
+@dataclass(frozen=True)
+class Reply:
+    """An answer: text, then calls."""
+
+    text: str = ""
+    calls: tuple[Call, ...] = ()
+    num_cut: int = 0
+    """Number of characters that are missing at the end."""
+
+    def spelled(self, head: str) -> str:
+        """Return the text of the model's tokens. `head`: the tools, as the template lists them."""
+        if not self.calls:
+            return self.text
+        calls = CALL_END.join(_spelled(head, *call) for call in self.calls)
+        end = CALL_END + CALLS_END
+        return self.text + CALLS + (calls[: -self.num_cut] if self.num_cut else calls + end)
 
 
-def _call(name: str, arguments: dict[str, Any]) -> str:
-    return f"{CALL}{name}{SEPARATOR}{json.dumps(arguments)}"
+def _spelled(head: str, name: str, arguments: dict[str, Any]) -> str:
+    """Return a call under the tool's offered name, with arguments in its schema's order."""
+    name = _offered(head, name) or name
+    tools = (json.loads(line) for line in head.splitlines() if f'"name": "{name}"' in line)
+    schema = next((tool["function"]["parameters"] for tool in tools), {})
+    order = [*schema.get("properties", ()), *arguments]
+    ordered = {key: arguments[key] for key in order if key in arguments}
+    return f"{CALL}{name}{SEPARATOR}{json.dumps(ordered)}"
 
 
-def _cut(name: str, arguments: dict[str, Any]) -> str:
-    """Return a call that ends within a text of its arguments."""
-    return CALLS + _call(name, arguments)[:-4]
-
-
-def _script(needed: str, steps: dict[str, list[str]]) -> Answer:
+def _script(needed: str, steps: dict[str, list[Reply]]) -> Answer:
     """Return the answers of an agent that offers the tool `needed` ("" if it has none)."""
 
     def answer(head: str, users: list[str], num_turns: int) -> str:
@@ -58,34 +74,31 @@ def _script(needed: str, steps: dict[str, list[str]]) -> Answer:
             return OTHER
         task = found[-1]
         replies = steps.get(task, [])
-        if num_turns >= len(replies):
-            return DONE.format(task)
-        # A server may offer a tool under a name that begins with its namespace.
-        return _NAME.sub(lambda name: _offered(head, name[0]) or name[0], replies[num_turns])
+        return replies[num_turns].spelled(head) if num_turns < len(replies) else DONE.format(task)
 
     return answer
 
 
 def _offered(head: str, name: str) -> str:
-    """Return the name under which the prompt's head offers a tool; "" if it does not."""
+    """Return the name under which the prompt's head offers a tool; "" if it does not. A server may
+    put the name of its namespace before it.
+    """
     found = re.search(rf'"name": "((?:\w+__)?{name})"', head)
     return found[1] if found else ""
 
 
-def _tools(
-    writes: tuple[str, dict[str, Any]],
-    reads: tuple[str, dict[str, Any]],
-    edits: tuple[str, dict[str, Any]],
-    lists: tuple[str, dict[str, Any]],
-) -> Answer:
+def _tools(writes: Call, reads: Call, edits: Call, lists: Call) -> Answer:
     """Return the script of an agent with these calls."""
     return _script(
         lists[0],
         {
-            "one": ["I write the file." + called(writes), ""],
-            "two": [called(reads, lists), called((lists[0] + UNKNOWN, {"text": "x"}))],
-            "three": [called(reads), called(edits), _cut(*reads)],
-            "four": ["Hello."],
+            "one": [Reply("I write the file.", (writes,)), Reply()],
+            "two": [
+                Reply(calls=(reads, lists)),
+                Reply(calls=((lists[0] + UNKNOWN, {"text": "x"}),)),
+            ],
+            "three": [Reply(calls=(reads,)), Reply(calls=(edits,)), Reply("", (reads,), 4)],
+            "four": [Reply("Hello.")],
         },
     )
 
@@ -124,11 +137,12 @@ def _qwen() -> Answer:
     )
 
 
-def _shell(command: str) -> tuple[str, dict[str, Any]]:
+def _shell(command: str) -> Call:
     return "exec_command", {"cmd": command}
 
 
-def _codex(edits: tuple[str, dict[str, Any]] = _shell(f"sed -i s/alpha/beta/ {FILE}")) -> Answer:
+def _codex(edits: Call | None = None) -> Answer:
+    edits = edits or _shell(f"sed -i s/alpha/beta/ {FILE}")
     return _tools(_shell(f"echo alpha > {FILE}"), _shell(f"cat {FILE}"), edits, _shell("ls"))
 
 
@@ -148,7 +162,7 @@ def _patching() -> Answer:
 def _nested() -> Answer:
     """Return the script of Codex with its custom tool `exec`: its input is a program."""
 
-    def program(command: str) -> tuple[str, dict[str, Any]]:
+    def program(command: str) -> Call:
         return "exec", {"input": f"text(await tools.exec_command({json.dumps({'cmd': command})}))"}
 
     return _tools(
@@ -168,10 +182,10 @@ def _aider() -> Answer:
     return _script(
         "",
         {
-            "one": ["I write the file.\n\n" + block("", "alpha\n")],
-            "two": ["It has one line."],
-            "three": [block("alpha\n", "beta\n")],
-            "four": ["Hello."],
+            "one": [Reply("I write the file.\n\n" + block("", "alpha\n"))],
+            "two": [Reply("It has one line.")],
+            "three": [Reply(block("alpha\n", "beta\n"))],
+            "four": [Reply("Hello.")],
         },
     )
 

@@ -21,7 +21,7 @@ from tests.clients.agents import trial
 from tests.clients.agents.agents import AGENTS, Agent
 
 DOCUMENT = trial.ROOT / "docs" / "agents.md"
-COLUMNS = ("agent", "version", "turns", "calls", "refused", "cached in a new conversation")
+COLUMNS = ("agent", "version", "turns", "edited", "calls", "refused", "cached in a new one")
 HEAD = """\
 # Coding agents
 
@@ -39,8 +39,9 @@ model that follows a script ([tests/clients/agents](../tests/clients/agents/scri
 conversation, each a new start of the agent, then a new conversation with other words. The script calls tools that write
 and edit a file. It also makes mistakes: an empty turn, an unknown tool, and a call with its JSON cut.
 
-A turn counts if the agent ends it without an error. The last column is the cached share of the first prompt of the new
-conversation, which shows how much of its prompts an agent keeps equal.
+A turn counts if the agent ends it without an error. `edited` says whether the file has the right text at the end. The
+last column is the cached share of the first prompt of the new conversation, which shows how much of its prompts an
+agent keeps equal.
 """
 """Text of docs/agents.md above its table."""
 SETTINGS = """\
@@ -67,12 +68,13 @@ class Result:
         """Cells of the table."""
         head = (self.agent.title, self.version)
         if self.outcome is None:
-            return (*head, "0", "", self.why, "")
+            return (*head, "0", "no", "", self.why, "")
         counts = Counter(self.outcome.calls)
         calls = ", ".join(f"{name} {num}" if num > 1 else name for name, num in counts.items())
         refused = "; ".join(self.outcome.refused) or "nothing"
+        edited = "yes" if self.outcome.is_edited else "no"
         share = f"{self.outcome.cached_share:.1%}"
-        return (*head, str(self.outcome.num_good_turns), calls or "none", refused, share)
+        return (*head, str(self.outcome.num_good_turns), edited, calls or "none", refused, share)
 
 
 def tried(agent: Agent, *, is_newest: bool = False, keep: Path | None = None) -> Result:
@@ -83,7 +85,7 @@ def tried(agent: Agent, *, is_newest: bool = False, keep: Path | None = None) ->
             version = trial.newest(agent)
         program = trial.installed(agent, version)
         outcome = trial.run(agent, program, keep)
-    except (trial.Missing, RuntimeError) as error:
+    except RuntimeError as error:
         return Result(agent, version, None, str(error)[-300:])
     return Result(agent, version, outcome)
 

@@ -13,16 +13,14 @@ from typing import Any
 
 from tests.clients.agents.agents import CACHE, Agent
 from tests.clients.agents.relay import Exchange
+from tests.clients.installs import found, install, install_python
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
-INSTALL_TIMEOUT_S = 600.0
-TRIAL_TIMEOUT_S = 900.0
+NPM = "apt-get install npm"
+"""Command that brings npm."""
 _ALONE = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 """Command prefix: namespaces without a network. Their processes end with the first one."""
-
-
-class Missing(RuntimeError):
-    """An agent cannot be installed here; the text gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,11 @@ class Outcome:
     turns: list[Turn]
     file: str
     """Text of the edited file at the end; "" if there is none."""
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the file is as the tasks ask."""
+        return self.file == "beta\n"
 
     @property
     def calls(self) -> list[str]:
@@ -85,15 +88,11 @@ def installed(agent: Agent, version: str = "") -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if agent.is_python:
-            uv = _found("uv", "run make setup")
-            _called(uv, "venv", "-q", "--clear", "--python", sys.executable, folder)
-            python = folder / "bin" / "python"
-            _called(uv, "pip", "install", "-q", "--python", python, f"{agent.package}=={version}")
+            install_python(folder, f"{agent.package}=={version}")
         else:
-            npm = _found("npm", "apt-get install npm")
             (folder / "package.json").write_text('{"private": true}')
             options = ("--silent", "--no-audit", "--no-fund", f"--prefix={folder}")
-            _called(npm, "install", *options, f"{agent.package}@{version}")
+            install(found("npm", NPM), "install", *options, f"{agent.package}@{version}")
         stamp.touch()
     return program
 
@@ -102,8 +101,8 @@ def newest(agent: Agent) -> str:
     """Return the newest version of an agent. Raises Missing."""
     if agent.is_python:
         command = (sys.executable, "-m", "pip", "index", "versions", agent.package, "--json")
-        return str(json.loads(_called(*command))["latest"])
-    return _called(_found("npm", "apt-get install npm"), "view", agent.package, "version").strip()
+        return str(json.loads(install(*command))["latest"])
+    return install(found("npm", NPM), "view", agent.package, "version").strip()
 
 
 def run(agent: Agent, program: Path, keep: Path | None = None) -> Outcome:
@@ -118,7 +117,7 @@ def run(agent: Agent, program: Path, keep: Path | None = None) -> Outcome:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=TRIAL_TIMEOUT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     if done.returncode:
@@ -169,25 +168,3 @@ def _names(event: dict[str, Any]) -> list[str]:
         if isinstance(block, dict) and str(block.get("type", "")).endswith(("_call", "tool_use")):
             names.append(f"{block.get('namespace') or ''}.{block.get('name')}".lstrip("."))
     return names
-
-
-def _found(program: str, how: str) -> Path:
-    path = shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if path is None:
-        raise Missing(f"{program} is not there; {how}")
-    return Path(path)
-
-
-def _called(*command: str | Path) -> str:
-    """Run a command to its end; return its output. Raises Missing if it fails."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        env={**os.environ, "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")},
-        capture_output=True,
-        text=True,
-        timeout=INSTALL_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise Missing(" ".join((done.stderr or done.stdout).split())[-300:])
-    return done.stdout
