@@ -47,10 +47,20 @@ async def test_an_encoded_body_is_read_however_it_is_cut(model: ServedModel, cod
             )
             assert reply.status_code == 200, reply.text
             assert reply.json()["usage"] == plain.json()["usage"]
-        for name in (coding.upper(), f" {coding} "):
+        for name in (coding.upper(), f" {coding} ", f"identity, {coding}", f",{coding},"):
             more = {"Content-Encoding": name}
             reply = await it.client.post("/v1/responses", content=encoded, headers=headers | more)
             assert reply.status_code == 200
+        twice_coded = CODINGS[coding](encoded)
+        for names in ([f"{coding}, {coding}"], [coding, coding], ["br"], ["identity", "br"]):
+            lines = [("Content-Type", "application/json")]
+            lines += [("Content-Encoding", name) for name in names]
+            reply = await it.client.post("/v1/responses", content=twice_coded, headers=lines)
+            error_of(reply, 415, "unsupported_media_type")
+            assert reply.headers["accept-encoding"] == "zstd, gzip"
+        lines = [("Content-Encoding", "identity"), ("Content-Encoding", coding)]
+        reply = await it.client.post("/v1/responses", content=encoded, headers=lines)
+        assert reply.status_code == 200, reply.text
 
 
 @pytest.mark.promise("decoded bytes count against the limit of bodies while they come")

@@ -37,7 +37,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             f"The content type is {kind[:100]!r}; send 'Content-Type: application/json'.",
             code="unsupported_media_type",
         )
-    decoder = decoder_of(request.headers.get("content-encoding", ""))
+    decoder = decoder_of(", ".join(request.headers.getlist("content-encoding")))
     chunks: list[bytes] = []
     num_bytes, num_sent = 0, 0
     async for chunk in request.stream():

@@ -46,8 +46,9 @@ class Decoder(Protocol):
 
 def decoder_of(coding: str) -> Decoder | None:
     """Return the decoder of a Content-Encoding; None if there is none. Raises ApiError 415."""
-    name = coding.strip().lower()
-    if name in ("", "identity"):
+    listed = (name.strip().lower() for name in coding.split(","))
+    name = ", ".join(name for name in listed if name not in ("", "identity"))
+    if not name:
         return None
     if name in ("gzip", "x-gzip"):
         return _GzipDecoder()
