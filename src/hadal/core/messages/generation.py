@@ -84,10 +84,8 @@ class RateLimits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefixSources(msgspec.Struct, frozen=True, array_like=True):
-    """Places of a prompt's cached KV, in tokens, to explain why no more of it was used."""
+    """Places of a prompt's KV that was not used, in tokens, to explain a miss of the cache."""
 
-    num_disk: int = 0
-    """Cached tokens that were read from disk."""
     num_recomputed: int = 0
     """Tokens on disk that were computed, since computing was predicted to be faster."""
     num_elsewhere: int = 0
@@ -119,7 +117,7 @@ class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     scores: tuple[Score, ...] = ()
     """Scores of the prompt's tokens from the second on; sent with the first token, if requested."""
     sources: PrefixSources | None = None
-    """Places of the prompt's cached KV; sent with the first token unless all are 0."""
+    """Places of the prompt's unused KV; sent with the first token unless all are 0."""
 
 
 def text_of(generation: Generation) -> tuple[int, ...]:

@@ -72,8 +72,6 @@ class PrefillDone(Message, frozen=True):
     """Positions that were not computed because their KV was in the cache."""
     scores: tuple[Score, ...] = ()
     """Scores of the prompt's tokens from the second on, if requested."""
-    num_disk: int = 0
-    """Positions of `num_cached` that were read from disk."""
     num_recomputed: int = 0
     """Positions that were on disk, but computed, since computing was predicted to be faster."""
 

@@ -688,11 +688,11 @@ class Front:
 
 
 def _sources_of(record: Record, done: PrefillDone) -> PrefixSources | None:
-    """Return the places of a prompt's KV; None if nothing is on disk or in another unit."""
+    """Return the places of a prompt's unused KV; None if there is none."""
     num_elsewhere = record.num_elsewhere if record.num_elsewhere > done.num_cached else 0
-    if not (done.num_disk or done.num_recomputed or num_elsewhere):
+    if not (done.num_recomputed or num_elsewhere):
         return None
-    return PrefixSources(done.num_disk, done.num_recomputed, num_elsewhere)
+    return PrefixSources(done.num_recomputed, num_elsewhere)
 
 
 def refused(request_id: str, refusal: Refusal) -> Deliver:

@@ -366,7 +366,6 @@ class PrefillLeader:
             lease,
             prefix.num_blocks * BLOCK_TOKENS,
             prompt.scores,
-            prefix.num_loading * BLOCK_TOKENS,
             prefix.num_recomputed * BLOCK_TOKENS,
         )
         self._out.append(Send("front", done))

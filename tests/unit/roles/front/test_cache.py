@@ -263,8 +263,8 @@ def test_hits_are_what_the_first_token_s_unit_says() -> None:
 def test_the_first_token_says_where_more_of_the_prompt_is() -> None:
     made = front()
     to, first = submit(made, "a")
-    effects = made.handle(0.1, done(to, "a", num_cached=128, num_disk=64, num_recomputed=64))
-    assert [each.sources for each in of(effects, Deliver)] == [PrefixSources(64, 64, 0)]
+    effects = made.handle(0.1, done(to, "a", num_cached=128, num_recomputed=64))
+    assert [each.sources for each in of(effects, Deliver)] == [PrefixSources(num_recomputed=64)]
     to, _ = submit(made, "b")
     assert [each.sources for each in of(made.handle(0.1, done(to, "b")), Deliver)] == [None]
     # The unit with two blocks of the prompt has much work.
