@@ -58,13 +58,16 @@ def test_the_nearest_prompt_is_the_one_that_a_search_of_all_finds(seed: int) -> 
             assert nearest.salt == salt
             assert num_equal(ids, tuple(unpacked(nearest.ids))) == num_common
         prompt = kept(ids, salt)
-        is_added, replaced = index.add(prompt)
-        is_covered = any(other[: len(ids)] == ids for other in prompts[salt])
-        assert is_added == (not is_covered), "the beginning of a kept prompt adds nothing"
+        stored, replaced = index.add(prompt)
+        covers = [each for each in present if each.salt == salt and each.ids != prompt.ids]
+        is_covered = any(each.ids.startswith(prompt.ids) for each in covers)
+        assert (stored is not prompt) == is_covered, "the beginning of a kept prompt adds nothing"
+        assert stored.salt == salt
+        assert stored.ids.startswith(prompt.ids)
         if replaced is not None:
             present.remove(replaced)
             prompts[salt].remove(tuple(unpacked(replaced.ids)))
-        if is_added:
+        if not is_covered:
             present.append(prompt)
             prompts[salt].append(ids)
         if present and rng.random() < 0.3:
@@ -77,6 +80,9 @@ def test_the_nearest_prompt_is_the_one_that_a_search_of_all_finds(seed: int) -> 
 def test_a_conversation_takes_the_memory_of_its_last_turn() -> None:
     index = PrefixIndex()
     first, second = kept((1, 2)), kept((1, 2, 3))
-    assert index.add(first) == (True, None)
-    assert index.add(second) == (True, first)
+    assert index.add(first) == (first, None)
+    assert index.add(second) == (second, first)
+    assert index.add(first) == (second, None)
+    again = kept((1, 2, 3))
+    assert index.add(again) == (again, second), "its weights may be others"
     assert len(index) == 1

@@ -74,16 +74,16 @@ class Comparison:
             return "cached"
         if self.sources.num_recomputed:
             return "on_disk"
+        if self.sources.num_elsewhere:
+            return "elsewhere"
         if self.kept is None:
-            return "elsewhere" if self.sources.num_elsewhere else "first"
+            return "first"
         if num_found < min(self.num_common // BLOCK_TOKENS, self.num_usable):
             return self._lost(self.kept)
         return "extends" if self.num_common == self.kept.num_tokens else "differs"
 
     def _lost(self, kept: KeptPrompt) -> CacheReason:
         """Return why blocks were not found although a prompt with the same text was computed."""
-        if self.sources.num_elsewhere:
-            return "elsewhere"
         if kept.fingerprint != self.fingerprint:
             return "weights"
         return "concurrent" if kept.computed_s > self.start_s else "evicted"

@@ -50,30 +50,18 @@ class PromptTrace:
     explainer: CacheExplainer
     request_id: str
     tenant: Tenant
-    salt: bytes
-    fingerprint: str
-    is_named: bool
-    """True if its blocks have names; without names nothing is searched or kept."""
-    ids: bytes
+    generation: Generation
+    """Without block names, nothing is searched or kept."""
     places: Places
-    """Parts of the prompt; positions are tokens."""
+    """Parts of the prompt; positions are bytes of its text."""
     explanation: CacheExplanation | None = None
     """None: its first token has not arrived."""
 
-    @property
-    def num_sent(self) -> int:
-        """Return the number of tokens before the beginning of the reply."""
-        parts = self.places.parts
-        has_reply = len(parts) > 1 and parts[-1].role == REPLY
-        return self.places.ends[-1] if has_reply else len(self.ids) // TOKEN_BYTES
-
     def computed(self, num_cached: int, sources: PrefixSources | None, start_s: float) -> None:
-        """Explain what was found: `num_cached` tokens. `start_s`: arrival of the request, seconds.
-        The prompt's tokens are dropped here, since the reply may take long.
-        """
+        """Explain what was found: `num_cached` tokens. `start_s`: arrival of the request, seconds."""
         sources = PrefixSources() if sources is None else sources
         self.explanation = self.explainer.explain(self, num_cached, sources, start_s)
-        self.ids, self.places = b"", Places()
+        self.places = Places()  # The reply may take long.
 
 
 @dataclass(eq=False)
@@ -103,8 +91,7 @@ class CacheExplainer:
         self._max_bytes = max_bytes
         self._vocabulary = vocabulary
         # One more for ids beyond the tokenizer's table, which have no text.
-        lengths = [*map(len, vocabulary.token_bytes), 0]
-        self._lengths = np.array(lengths, dtype=np.int64)
+        self._lengths = np.array([*map(len, vocabulary.token_bytes), 0], dtype=np.int32)
         self._now = now
         self._unix_time = unix_time
         self._index = PrefixIndex()
@@ -121,36 +108,32 @@ class CacheExplainer:
     def trace(
         self, request_id: str, tenant: Tenant, generation: Generation, prompt: Prompt
     ) -> PromptTrace:
-        """Return the trace of a prompt. Any thread may call; costs about 60 ns per token."""
-        ids, places = packed(prompt.ids), prompt.find_places()
-        return PromptTrace(
-            self,
-            request_id,
-            tenant,
-            generation.salt,
-            generation.fingerprint,
-            bool(generation.chain),
-            ids,
-            replace(places, ends=self._in_tokens(ids, places.ends)),
-        )
+        """Return the trace of a prompt. Any thread may call; the time is that of its places."""
+        return PromptTrace(self, request_id, tenant, generation, prompt.find_places())
 
-    def _in_tokens(self, ids: bytes, ends: tuple[int, ...]) -> tuple[int, ...]:
-        """Return byte positions in a prompt's text as token positions."""
-        if not ends:
-            return ()
+    def _in_tokens(self, ids: bytes, places: Places) -> Places:
+        """Return places with byte positions in a prompt's text as token positions."""
+        if not places.ends:
+            return places
         starts = self._lengths.take(np.frombuffer(ids, ">i4"), mode="clip").cumsum()
-        return tuple((np.searchsorted(starts, ends) + 1).tolist())
+        return replace(places, ends=tuple((np.searchsorted(starts, places.ends) + 1).tolist()))
 
     def explain(
         self, trace: PromptTrace, num_cached: int, sources: PrefixSources, start_s: float
     ) -> CacheExplanation:
         """Explain a prompt at its first token; keep the prompt and its explanation."""
-        kept, num_common = self._index.nearest(trace.salt, trace.ids)
+        generation = trace.generation
+        ids = packed(generation.prompt)
+        places = self._in_tokens(ids, trace.places)
+        # Without the beginning of the reply, which the tenant has not sent.
+        has_reply = len(places.parts) > 1 and places.parts[-1].role == REPLY
+        num_sent = places.ends[-1] if has_reply else len(generation.prompt)
+        kept, num_common = self._index.nearest(generation.salt, ids)
         found = Comparison(
-            len(trace.ids) // TOKEN_BYTES,
-            trace.num_sent,
-            trace.fingerprint,
-            trace.is_named,
+            len(generation.prompt),
+            num_sent,
+            generation.fingerprint,
+            bool(generation.chain),
             num_cached,
             sources,
             start_s,
@@ -161,8 +144,8 @@ class CacheExplainer:
         texts = ["", ""]
         place = None
         if position is not None and kept is not None:
-            texts = [self._text_at(ids, position) for ids in (trace.ids, kept.ids)]
-            part = trace.places.at(position)
+            texts = [self._text_at(tokens, position) for tokens in (ids, kept.ids)]
+            part = places.at(position)
             place = None if part is None else PromptPlace(part.role, part.index)
         explanation = CacheExplanation(
             reason=found.reason,
@@ -176,7 +159,7 @@ class CacheExplainer:
             text=texts[0],
             kept_text=texts[1],
         )
-        self._keep(trace, explanation)
+        self._keep(trace, ids[: num_sent * TOKEN_BYTES], explanation)
         return explanation
 
     def _text_at(self, ids: bytes, position: int) -> str:
@@ -185,7 +168,8 @@ class CacheExplainer:
         return self._vocabulary.decode(tokens)[:SHOWN_CHARS]
 
     # ---- what is kept ----
-    def _keep(self, trace: PromptTrace, explanation: CacheExplanation) -> None:
+    def _keep(self, trace: PromptTrace, sent: bytes, explanation: CacheExplanation) -> None:
+        """Keep an explanation and the prompt's tokens without the beginning of the reply, `sent`."""
         owner = trace.tenant.key_digest
         if self._owners is not None and owner not in self._owners:
             return  # The key was withdrawn while the request ran.
@@ -196,15 +180,14 @@ class CacheExplainer:
             self._requests[key] = kept
         kept.prompts.append(explanation)
         self._count(kept, len(kept.prompts) * _EXPLANATION_BYTES)
-        sent = trace.ids[: trace.num_sent * TOKEN_BYTES]
-        num_bytes = len(sent) + _PROMPT_BYTES
-        if trace.is_named and num_bytes <= self._max_bytes:
-            prompt = KeptPrompt(sent, owner, trace.salt, trace.fingerprint, self._now())
-            is_added, replaced = self._index.add(prompt)
+        generation = trace.generation
+        if generation.chain and len(sent) + _PROMPT_BYTES <= self._max_bytes:
+            prompt, replaced = self._index.add(
+                KeptPrompt(sent, owner, generation.salt, generation.fingerprint, self._now())
+            )
             if replaced is not None:
                 self._uncount(replaced)
-            if is_added:
-                self._count(prompt, num_bytes)
+            self._count(prompt, len(prompt.ids) + _PROMPT_BYTES)
         while self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._entries.values()))[0])
 

@@ -9,11 +9,11 @@ of a conversation take the memory of the last. Independent of tenants and limits
 
 from __future__ import annotations
 
-import sys
-from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 TOKEN_BYTES = 4
 _PIECE_BYTES = 64
@@ -22,18 +22,13 @@ _PIECE_BYTES = 64
 
 def packed(ids: Sequence[int]) -> bytes:
     """Return tokens as bytes, in an order that is the order of the token lists."""
-    tokens = array("i", ids)
-    if sys.byteorder == "little":
-        tokens.byteswap()
-    return tokens.tobytes()
+    return np.array(ids, dtype=">i4").tobytes()
 
 
 def unpacked(ids: bytes) -> list[int]:
     """Return the tokens of `packed`."""
-    tokens = array("i", ids)
-    if sys.byteorder == "little":
-        tokens.byteswap()
-    return tokens.tolist()
+    tokens: list[int] = np.frombuffer(ids, dtype=">i4").tolist()
+    return tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,19 +71,22 @@ class PrefixIndex:
                 best, most = prompt, num_common
         return best, max(0, most)
 
-    def add(self, prompt: KeptPrompt) -> tuple[bool, KeptPrompt | None]:
-        """Add a prompt unless it is the beginning of another, or equal to it. Return True if it was
-        added, and the prompt that it continues and replaces, if there is one.
+    def add(self, prompt: KeptPrompt) -> tuple[KeptPrompt, KeptPrompt | None]:
+        """Add a prompt unless it is the beginning of another. Return the prompt that is stored for
+        it, and the one that it equals or continues and so replaces, if there is one.
         """
         prompts = self._salt_to_prompts.setdefault(prompt.salt, [])
         at = _index(prompts, prompt.ids)
         if at < len(prompts) and prompts[at].ids.startswith(prompt.ids):
-            return False, None
-        if at and prompt.ids.startswith(prompts[at - 1].ids):
-            replaced, prompts[at - 1] = prompts[at - 1], prompt
-            return True, replaced
-        prompts.insert(at, prompt)
-        return True, None
+            if prompts[at].ids != prompt.ids:
+                return prompts[at], None
+        elif at and prompt.ids.startswith(prompts[at - 1].ids):
+            at -= 1
+        else:
+            prompts.insert(at, prompt)
+            return prompt, None
+        replaced, prompts[at] = prompts[at], prompt
+        return prompt, replaced
 
     def remove(self, prompt: KeptPrompt) -> None:
         """Remove a prompt that was added and not replaced."""
