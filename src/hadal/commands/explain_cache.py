@@ -62,10 +62,7 @@ def place_of(explanation: CacheExplanation) -> str:
     if explanation.position is None:
         return ""
     place = explanation.message
-    if place is None:
-        return f"{explanation.position}"
-    index = "" if place.index is None else f" {place.index}"
-    return f"{explanation.position}, {place.role}{index}"
+    return f"{explanation.position}" if place is None else f"{explanation.position}, {place.name}"
 
 
 def lines_of(reports: list[CacheReport]) -> list[str]:

@@ -193,10 +193,11 @@ def _cache_pages(gateway: Gateway) -> list[Endpoint]:
         request.scope[SEEN].tenant = tenant.name
         return _json(CacheReports(await gateway.cache_pages.recent(tenant)))
 
-    path = "/v1/explain_cache"
+    path = "/explain_cache"
+    own = f"{path}/{{request_id}}"
     return [
-        Endpoint("GET", path, recent, EXPLAIN_CACHE_LIST),
-        Endpoint("GET", f"{path}/{{request_id}}", one, EXPLAIN_CACHE),
+        Endpoint("GET", f"/v1{path}", recent, EXPLAIN_CACHE_LIST, (path,)),
+        Endpoint("GET", f"/v1{own}", one, EXPLAIN_CACHE, (own,)),
     ]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import tracemalloc
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from hadal.core.messages.base import BLOCK_TOKENS
 from hadal.core.messages.generation import Generation, PrefixSources
 from hadal.core.plans import Sampling
 from hadal.gateway.desk.auth import Keys, Tenant
+from hadal.gateway.desk.cache_pages import CachePages
 from hadal.gateway.desk.cache_reasons import Comparison
 from hadal.gateway.desk.explanations import SHOWN_CHARS, CacheExplainer, PromptTrace
 from hadal.gateway.desk.prefixes import KeptPrompt, packed
 from hadal.gateway.desk.service import ServedModel
+from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.chat import Prompt
 from tests.waiting import wait_for
 
@@ -127,7 +130,7 @@ def test_a_prompt_still_being_computed_is_told_from_an_evicted_one(
         (PrefixSources(num_elsewhere=128), "f0", True, "elsewhere"),
         (PrefixSources(), "f1", True, "weights"),
         (PrefixSources(), "f0", False, "off"),
-        (PrefixSources(num_disk=64), "f0", True, "evicted"),
+        (PrefixSources(), "f0", True, "evicted"),
     ],
 )
 def test_the_front_knows_where_blocks_are(
@@ -181,6 +184,8 @@ async def test_tenants_and_salts_are_compared_with_their_own_prompts_only(
         report = (await it.client.get(f"{path}/{of_alice}", headers=header(ALICE))).json()
         assert (report["id"], report["prompts"][0]["reason"]) == (of_alice, "first")
         assert (await it.client.get(path)).status_code == 401
+        for name, status in (("/explain_cache", 200), (f"/explain_cache/{of_alice}", 200)):
+            assert (await it.client.get(name, headers=header(ALICE))).status_code == status
         assert (await explain(it, changed, USER, key=ALICE))["text"] != ""
         seen = {}
         for key in (ALICE, BOB):
@@ -223,6 +228,25 @@ async def test_0_keeps_and_explains_nothing(model: ServedModel) -> None:
         for path in ("/v1/explain_cache", "/v1/explain_cache/chatcmpl-1"):
             reply = await it.client.get(path)
             assert error_of(reply, 404)["code"] == "explain_cache_off"
+
+
+async def test_a_gateway_waits_longer_for_the_front_than_the_front_for_others(
+    model: ServedModel,
+) -> None:
+    """Otherwise a silent gateway would hide what the front and the others have."""
+    waits: list[float] = []
+
+    class Silent:
+        async def ask(self, name: str, path: str, query: Any, timeout_s: float) -> None:
+            waits.append(timeout_s)
+
+    for has_front in (True, False):
+        link: Any = SimpleNamespace(has_front=has_front, gateways=("own", "other"), pages=Silent())
+        pages = CachePages(made(model, 4096), link, "own")
+        with pytest.raises(ApiError, match="not known"):
+            await pages.report(TENANT, "chatcmpl-1")
+    of_front, of_other = waits
+    assert of_front < of_other
 
 
 # ---- the store alone ----
@@ -281,6 +305,41 @@ def test_the_oldest_go_first(model: ServedModel) -> None:
     assert old.explanation is not None
     assert new.explanation is not None
     assert (old.explanation.common_tokens, new.explanation.common_tokens) == (0, 100)
+
+
+def test_a_repeated_prompt_is_no_old_one(model: ServedModel) -> None:
+    explainer = made(model, 64 << 10)
+    for number in range(100):
+        trace_of(explainer, (number,) * 100, f"{number}").computed(0, None, 0.0)
+        for again in ((999,) * 100, (999,) * 50):
+            trace = trace_of(explainer, again, f"{number} again")
+            trace.computed(0, None, 0.0)
+            assert trace.explanation is not None
+            assert trace.explanation.common_tokens == len(again) * (number > 0 or len(again) == 50)
+    assert explainer.check() == []
+
+
+def test_waiting_prompts_take_no_memory_of_their_own(model: ServedModel) -> None:
+    explainer = made(model, 1 << 20)
+    ids = tuple(range(100_000))
+    tracemalloc.start()
+    try:
+        traces = [trace_of(explainer, ids, f"{number}") for number in range(100)]
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 100 * 4096
+    traces[0].computed(0, None, 0.0)
+    assert explainer.report(b"ann", "0") is not None
+
+
+def test_more_of_a_prompt_in_another_unit_is_the_reason_whatever_is_kept_here() -> None:
+    """Another gateway served the prompt that this one continues."""
+    for kept in (None, KeptPrompt(packed((0, 7)), b"", b"", "f0", 5.0)):
+        num_common = 0 if kept is None else 1
+        sources = PrefixSources(num_elsewhere=128)
+        found = Comparison(200, 200, "f0", True, 0, sources, 6.0, kept, num_common)
+        assert found.reason == "elsewhere"
 
 
 def test_a_prompt_larger_than_the_memory_is_explained_and_not_kept(model: ServedModel) -> None:

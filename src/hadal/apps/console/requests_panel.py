@@ -73,12 +73,9 @@ def rows_of(report: CacheReport, unix_s: float) -> list[tuple[str, ...]]:
 
 def _cells(explanation: CacheExplanation) -> tuple[str, ...]:
     place = explanation.message
-    named = "" if place is None else place.role
-    if place is not None and place.index is not None:
-        named += f" {place.index}"
     return (
         explanation.reason,
-        named,
+        "" if place is None else place.name,
         explanation.text,
         explanation.kept_text,
         "" if explanation.position is None else f"{explanation.position}",

@@ -92,6 +92,11 @@ class PromptPlace(Shape):
     index: int | None = None
     """Number of the message, system messages included."""
 
+    @property
+    def name(self) -> str:
+        """Return role and index, for lists."""
+        return self.role if self.index is None else f"{self.role} {self.index}"
+
 
 class CacheExplanation(Shape, kw_only=True):
     """Reason for which a prompt was not found whole, from a comparison with the nearest prompt."""

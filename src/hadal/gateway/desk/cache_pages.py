@@ -22,6 +22,7 @@ from hadal.gateway.edge.errors import ApiError
 PATH = "/explain_cache"
 """Path of the page through which gateways ask each other."""
 _WAIT_S = 3.0
+"""Longest wait for a gateway's own explanations; the front, which waits for all, has twice the time."""
 _MAX_ID_CHARS = 200
 
 
@@ -83,11 +84,12 @@ class CachePages:
     async def _of_others(self, query: Mapping[str, str]) -> list[CacheReport]:
         """Return explanations of the gateways that have not answered yet."""
         link = self._link
-        asked = [FRONT]
+        asked, wait_s = [FRONT], 2 * _WAIT_S
         if link.has_front:
+            wait_s = _WAIT_S
             asked = [name for name in link.gateways if name not in (self._name, query["from"])]
         answers = await asyncio.gather(
-            *(link.pages.ask(name, PATH, query, _WAIT_S) for name in asked)
+            *(link.pages.ask(name, PATH, query, wait_s) for name in asked)
         )
         return [
             report
