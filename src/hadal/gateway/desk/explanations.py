@@ -6,8 +6,8 @@
 So a prompt is compared only with computed prompts, and its explanation is ready when its reply
 begins. The front reports the number of found blocks. Each gateway compares with its own requests.
 
-Prompts and explanations share one limit of bytes; the oldest go first. Those of a withdrawn key go
-at once. Only prompts are kept, never a reply.
+Prompts and explanations share one limit of bytes; the least recently used go first. Those of a
+withdrawn key go at once. A reply is kept only as a part of later prompts.
 """
 
 from __future__ import annotations
