@@ -15,7 +15,9 @@ class Missing(RuntimeError):
     """Something cannot be installed here; the text gives the reason."""
 
 
-def called(*command: str | Path, cwd: Path | None = None, **env: str) -> tuple[int, str, str]:
+def called(
+    *command: str | Path, cwd: Path | None = None, timeout_s: float = DEADLINE_S, **env: str
+) -> tuple[int, str, str]:
     """Run a command to its end or its deadline; return its exit status (124 at the deadline), output
     and errors.
     """
@@ -27,12 +29,12 @@ def called(*command: str | Path, cwd: Path | None = None, **env: str) -> tuple[i
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=DEADLINE_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired as late:
         output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        return 124, output, f"still running after {DEADLINE_S:.0f} s"
+        return 124, output, f"still running after {timeout_s:.0f} s"
     return done.returncode, done.stdout, done.stderr
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -16,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import h11
+
+from hadal.core.errors import HadalError
+from hadal.gateway.edge.codings import decoder_of
 
 _READ_BYTES = 1 << 16
 
@@ -34,11 +36,10 @@ class Exchange:
     @property
     def asked(self) -> dict[str, Any]:
         """Fields of the request; {} if its body is no JSON object."""
-        text = self.body
-        with contextlib.suppress(OSError, ValueError):
-            if self.headers.get("content-encoding") == "gzip":
-                text = gzip.decompress(text)
-            fields = json.loads(text)
+        with contextlib.suppress(HadalError, ValueError):
+            decoder = decoder_of(self.headers.get("content-encoding", ""))
+            pieces = [self.body] if decoder is None else decoder.pieces(self.body)
+            fields = json.loads(b"".join(pieces))
             return fields if isinstance(fields, dict) else {}
         return {}
 
@@ -65,16 +66,14 @@ class Relay:
     """All exchanges, in the order of the requests' heads."""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self.server_port)
-        with contextlib.suppress(OSError, h11.ProtocolError, asyncio.CancelledError):
-            await self._exchange_all(_Side(reader, writer, h11.SERVER), inner_reader, inner_writer)
-        for each in (writer, inner_writer):
-            each.close()
+        ends = contextlib.suppress(OSError, h11.ProtocolError, asyncio.CancelledError)
+        with ends, contextlib.closing(writer):
+            inner = await asyncio.open_connection("127.0.0.1", self.server_port)
+            with contextlib.closing(inner[1]):
+                agent = _Side(reader, writer, h11.SERVER)
+                await self._exchange_all(agent, _Side(*inner, h11.CLIENT))
 
-    async def _exchange_all(
-        self, agent: _Side, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        server = _Side(reader, writer, h11.CLIENT)
+    async def _exchange_all(self, agent: _Side, server: _Side) -> None:
         while isinstance(request := await agent.next(), h11.Request):
             exchange = Exchange(
                 request.method.decode(),

@@ -75,8 +75,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     for name in AGENTS:
-        kept = parser.parse_args().folder / name
+        kept = folder / name
         path = max(kept.glob("*.json"), key=lambda path: path.stat().st_size)
         asked = json.loads(_WORK.sub("/srv", path.read_text()))
         place, *lines = path.with_suffix(".head").read_text().splitlines()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from tests.clients.agents.agents import CACHE, Agent
 from tests.clients.agents.relay import Exchange
-from tests.clients.installs import found, install, install_python
+from tests.clients.installs import called, found, install, install_python
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -78,7 +77,7 @@ class Outcome:
 
 
 def installed(agent: Agent, version: str = "") -> Path:
-    """Return an agent's program, installed in CACHE. Raises Missing."""
+    """Return an agent's program, installed in CACHE. `version`: "" is the pinned one. Raises Missing."""
     version = version or agent.version
     folder = CACHE / f"{agent.program}-{version}"
     inner = "bin" if agent.is_python else "node_modules/.bin"
@@ -100,29 +99,25 @@ def installed(agent: Agent, version: str = "") -> Path:
 def newest(agent: Agent) -> str:
     """Return the newest version of an agent. Raises Missing."""
     if agent.is_python:
-        command = (sys.executable, "-m", "pip", "index", "versions", agent.package, "--json")
-        return str(json.loads(install(*command))["latest"])
+        # "PACKAGE (VERSION)" and further lines; not all releases of pip can write JSON.
+        said = install(sys.executable, "-m", "pip", "index", "versions", agent.package)
+        return said.partition("(")[2].partition(")")[0]
     return install(found("npm", NPM), "view", agent.package, "version").strip()
 
 
 def run(agent: Agent, program: Path, keep: Path | None = None) -> Outcome:
-    """Run an agent through its turns, in namespaces without a way out. Needs root."""
+    """Run an agent through its turns, in namespaces without a way out. Needs root. Raises
+    RuntimeError if there is no outcome.
+    """
     inner = [sys.executable, "-m", "tests.clients.agents", agent.name, str(program)]
     if keep is not None:
         inner += ["--keep", str(keep)]
-    done = subprocess.run(
-        [*_ALONE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *inner],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{agent.name}: {done.stderr[-4000:]}")
-    fields = json.loads(done.stdout.splitlines()[-1])
+    command = (*_ALONE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *inner)
+    place = {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    code, output, errors = called(*command, cwd=ROOT, timeout_s=PATIENCE_S, **place)
+    if code:
+        raise RuntimeError(f"{agent.name}: {errors[-4000:]}")
+    fields = json.loads(output.splitlines()[-1])
     return Outcome(fields["agent"], [Turn(**turn) for turn in fields["turns"]], fields["file"])
 
 
