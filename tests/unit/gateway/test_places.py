@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from contextlib import closing
 
 import pytest
@@ -91,6 +93,46 @@ def test_calls_belong_to_their_message(written: str) -> None:
     assert written in texts[PromptPart("assistant", 1)]
     assert texts[PromptPart("tool", 2)].endswith("none")
     assert texts[PromptPart(REPLY)] == "<a>"
+
+
+def test_a_call_is_found_behind_what_a_template_rewrites() -> None:
+    """Its own reasoning, and a result that the template escapes, may be long."""
+    calls = [PastCall(f"{number}", "find_rain", f'{{"city": {number}}}') for number in range(2)]
+    result = "dry\n" * 5000
+    turns = [
+        Turn("user", "Will it rain?"),
+        Turn("assistant", "", (calls[0],), reasoning="I look. " * 5000),
+        Turn("tool", result, (), "0"),
+        Turn("assistant", "", (calls[1],)),
+    ]
+    text = "<u>" + turns[0].content
+    for turn in turns[1:]:
+        text += turn.reasoning + json.dumps(turn.content)
+        text += "".join(f"<call>{call.name} {call.arguments}" for call in turn.calls)
+    texts = texts_of(text + "<a>", places_of(text + "<a>", turns))
+    for index, call in zip((1, 3), calls, strict=True):
+        assert texts[PromptPart("assistant", index)].endswith(call.arguments)
+
+
+def test_the_search_of_calls_that_a_template_rewrites_has_an_end() -> None:
+    """Otherwise each call would cost the length of the whole prompt."""
+
+    class Searched(str):
+        num_chars = 0
+
+        def find(self, sub: str, start: int = 0, end: int = sys.maxsize) -> int:  # type: ignore[override]
+            found = super().find(sub, start, end)
+            Searched.num_chars += (min(end, len(self)) if found < 0 else found) - start
+            return found
+
+    turns, text = [], ""
+    for number in range(200):
+        call = PastCall(f"{number}", "find_rain", f'{{"city": {number}}}')
+        turns += [Turn("assistant", "", (call,)), Turn("tool", f"dry {number} " * 500, (), call.id)]
+        text += f"<a>find_rain<city>{number}</city><t>{turns[-1].content}"
+    places = places_of(Searched(text), turns)
+    assert len(places.parts) == len(turns) + 1
+    assert Searched.num_chars < 5 * len(text)
 
 
 def test_messages_that_a_template_leaves_out_end_the_search() -> None:

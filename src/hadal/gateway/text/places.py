@@ -23,6 +23,12 @@ _DISTINCT_CHARS = 16
 """Least length of a text that is searched everywhere, since headers are unlikely to contain it."""
 _NEAR_CHARS = 1 << 18
 """Longest distance to a short message: a list of tools may stand before it."""
+_CALL_CHARS = 1 << 12
+"""Longest distance between a call and the text before it, besides its turn's reasoning. A template
+may write arguments in a form of its own, so that each call is searched in vain.
+"""
+_ESCAPED = 6
+"""Most characters that a template writes for one of a message: JSON's escapes."""
 _NUM_NAMES = 3
 """Tool names to search for; one of them shows the place of the list of tools."""
 
@@ -81,31 +87,35 @@ def places_of(text: str, turns: Sequence[Turn], tool_names: Sequence[str] = ()) 
 
 def _spans(text: str, turns: Sequence[Turn]) -> Iterator[_TurnSpan]:
     """Yield the found texts of messages. The search ends when it has cost too much in vain."""
-    position, effort = 0, _EFFORT * len(text)
+    position, missed, effort = 0, 0, _EFFORT * len(text)
     for index, turn in enumerate(turns):
-        span = _span_of(text, turn, index, position)
+        span = _span_of(text, turn, index, position, missed)
         if span is None:
+            missed += _ESCAPED * turn.num_chars
             effort -= len(text)
             if effort < 0:
                 return
             continue
-        position = max(position, span.end)
+        position, missed = max(position, span.end), 0
         yield span
 
 
-def _span_of(text: str, turn: Turn, index: int, position: int) -> _TurnSpan | None:
-    """Return the text of a message from its content to its last call; None if it is not found."""
+def _span_of(text: str, turn: Turn, index: int, position: int, missed: int) -> _TurnSpan | None:
+    """Return the text of a message from its content to its last call; None if it is not found.
+    `missed`: characters that messages which were not found may have behind `position`.
+    """
     content = turn.content.strip()
     start = _find(text, content, position, turn.role) if content else -1
     span = _TurnSpan(start, start + len(content), index) if start >= 0 else None
     for call in turn.calls:
         after = span.end if span is not None else position
+        most = after + missed + len(turn.reasoning) + _CALL_CHARS
         said = call.arguments
-        start = text.find(said, after) if said else -1
+        start = text.find(said, after, most + len(said)) if said else -1
         is_open = start < 0  # The template writes the arguments in a form of its own.
         if is_open:
             said = call.name
-            start = text.find(said, after)
+            start = text.find(said, after, most + len(said))
         if start >= 0:
             first = span.start if span is not None else start
             span = _TurnSpan(first, start + len(said), index, is_open)
