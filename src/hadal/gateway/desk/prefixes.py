@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 TOKEN_BYTES = 4
-_PIECE_BYTES = 64
-"""Bytes among which the first different one is searched one by one."""
 
 
 def packed(ids: Sequence[int]) -> bytes:
@@ -105,15 +103,7 @@ def _index(prompts: list[KeptPrompt], ids: bytes) -> int:
 
 def num_common_tokens(a: bytes, b: bytes) -> int:
     """Return the number of equal first tokens of two packed prompts."""
-    start, end = 0, min(len(a), len(b))
-    if a[:end] == b[:end]:
-        return end // TOKEN_BYTES
-    while end - start > _PIECE_BYTES:  # The first difference is within start..end.
-        middle = (start + end) // 2
-        if a[start:middle] == b[start:middle]:
-            start = middle
-        else:
-            end = middle
-    while a[start] == b[start]:
-        start += 1
-    return start // TOKEN_BYTES
+    num_tokens = min(len(a), len(b)) // TOKEN_BYTES
+    one, other = (np.frombuffer(ids, dtype=np.int32)[:num_tokens] for ids in (a, b))
+    differs = one != other
+    return int(differs.argmax()) if differs.any() else num_tokens
