@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
+from dataclasses import replace
+from itertools import takewhile
+from random import Random
 
 import pytest
 
 from hadal.gateway.text.asks import PastCall, Rendering, Turn
 from hadal.gateway.text.chat import ChatFormat
+from hadal.gateway.text.dsml import FORMS
+from hadal.gateway.text.dsml_chats import template_of
 from hadal.gateway.text.places import REPLY, TOOLS, Places, PromptPart, places_of
 from hadal.gateway.text.tools import Choosing, read_tools
 from hadal.gateway.text.vocabulary import Vocabulary
 
+from .dsml_replies import TOKEN
 from .test_family_chats import TEMPLATES, chats, vocabulary
 from .test_tools import VOCABULARY, listing_chat
 
@@ -81,6 +87,56 @@ def test_the_list_of_tools_is_a_part_of_its_own() -> None:
     assert "find_sun" in texts[PromptPart(TOOLS)]
     for index in (0, 5):
         assert CHAT[index].content in texts[PromptPart(CHAT[index].role, index)]
+
+
+WORDS = ("river", "stone", "tall", "house", "garden", "walks", "under", "seven", "lamp", "winter")
+
+
+def agents_chat(rng: Random) -> list[Turn]:
+    """Return a chat with calls, results and reasoning."""
+
+    def words(most: int) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randrange(2, most))) + "."
+
+    turns = [Turn("system", words(14))]
+    for number in range(rng.randrange(1, 5)):
+        call = PastCall(f"{number}", "find_rain", json.dumps({"city": words(4)}))
+        said, thought = rng.choice(("", words(8))), rng.choice(("", words(10)))
+        turns += [
+            Turn("user", words(14)),
+            Turn("assistant", said, (call,), reasoning=thought),
+            Turn("tool", words(12), (), call.id),
+            Turn("assistant", words(10)),
+        ]
+    return [*turns, Turn("user", words(9))]
+
+
+@pytest.mark.parametrize("name", ["listing", *FORMS])
+def test_a_change_is_found_in_its_message(name: str) -> None:
+    """A changed word, or changed arguments of a call, which templates write in different forms."""
+    vocabulary = VOCABULARY if name == "listing" else TOKEN
+    rendering = Rendering(choosing=tools_of("find_rain"))
+    with closing(
+        listing_chat(VOCABULARY)
+        if name == "listing"
+        else ChatFormat(TOKEN, {"default": template_of(FORMS[name])}, {}, "here")
+    ) as chat:
+        for seed in range(40):
+            rng = Random(seed)
+            turns = agents_chat(rng)
+            index = rng.randrange(len(turns))
+            turn = turns[index]
+            changed = replace(turn, content=f"{turn.content[:-1]} changed.")
+            if turn.calls:
+                call = replace(turn.calls[0], arguments='{"city": "Changed"}')
+                changed = replace(turn, calls=(call,))
+            before = chat.prompt(turns, rendering, max_tokens=MAX)
+            turns[index] = changed
+            prompt = chat.prompt(turns, rendering, max_tokens=MAX)
+            pairs = zip(before.ids, prompt.ids, strict=False)
+            num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            position = len(vocabulary.decode(prompt.ids[:num_common]).encode())
+            assert prompt.find_places().at(position) == PromptPart(turn.role, index), seed
 
 
 @pytest.mark.parametrize("written", ['{"city": "Rome"}', "<parameter>Rome</parameter>"])
