@@ -158,7 +158,8 @@ async def test_access_log(model: ServedModel, caplog: pytest.LogCaptureFixture, 
             headers = {"X-Request-Id": "mine-1"}
             reply = await it.chat(headers=headers)
             await it.client.get("/no%0Athing")
-            await it.client.get("/health")
+            for path in ("/health", "/v1/explain_cache"):
+                assert (await it.client.get(path)).status_code == 200
     records = [record for record in caplog.records if record.name == "hadal.access"]
     if kind == "off":
         assert not records

@@ -41,7 +41,7 @@ _EXPOSED = b"X-Request-Id, Retry-After" + b"".join(
 METHODS = "GET, POST, DELETE, OPTIONS"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,1024}")
-_POLLED = ("/health", "/metrics", "/status")
+_POLLED = ("/health", "/metrics", "/status", "/v1/explain_cache")
 """Paths polled by machines every few seconds; successes are logged at debug level only."""
 
 
