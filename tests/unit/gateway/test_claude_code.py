@@ -312,12 +312,17 @@ def test_a_length_is_shown_by_the_editor() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["computer_20250124", "text_editor_20990101", "web_search_20250305"]
+    "kind",
+    [
+        *("computer_20250124", "text_editor_20990101", "web_search_20250305"),
+        *("mcp_toolset", "browser_toolset_20260801"),
+    ],
 )
 def test_other_types_are_refused_by_name(kind: str) -> None:
-    param, message = refused(tools=[{"type": kind, "name": "x"}])
-    assert param == "tools[0].type"
-    assert kind in message
+    for name in ({"name": "x"}, {}):
+        param, message = refused(tools=[{"type": kind, **name}])
+        assert param == "tools[0].type"
+        assert kind in message
 
 
 # ---- thinking ----

@@ -204,6 +204,8 @@ def test_thinking() -> None:
     assert parse(thinking={"type": "enabled", "budget_tokens": 1024}).rendering.thinking is True
     assert parse(thinking={"type": "disabled"}).rendering.thinking is False
     assert parse(thinking={"type": "adaptive"}).rendering.thinking is None
+    shown = parse(thinking={"type": "adaptive", "display": "updates"})
+    assert not shown.ask.omits_reasoning
     assert parse(thinking={"type": "between_tools"}).rendering.thinking is False
     assert parse(output_config={"effort": "none"}).rendering.thinking is False
     assert parse(output_config={"effort": "low"}).rendering.template_kwargs == {

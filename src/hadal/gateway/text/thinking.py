@@ -68,7 +68,7 @@ class ThinkingSwitch(msgspec.Struct):
     """Moonshot's field: the prompt has the reasoning of all earlier turns."""
     clear_thinking: bool | None = None
     """Zhipu's field. False: the prompt has the reasoning of all earlier turns."""
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
     """Field of /v1/messages. "omitted": thinking blocks have no text. Nothing is summarized."""
 
 

@@ -32,6 +32,7 @@ from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, Rendering,
 from hadal.gateway.text.thinking import Thinking, ThinkingSwitch, read_thinking
 
 _BLOCK_TYPES = (
+    (re.compile(r"content\[\d+\]\.content\[\d+\]\.type$"), "text or tool_reference"),
     (
         re.compile(r"content\[\d+\]\.type$"),
         "text, thinking, redacted_thinking, tool_use or tool_result",

@@ -43,7 +43,8 @@ _CLIENTS = ("bash_", "text_editor_", "memory_", "computer_", "browser_")
 class ClientTool(msgspec.Struct, kw_only=True):
     """Function offered by the client."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
+    """Every served tool has one; some types that are not served have none."""
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
@@ -168,12 +169,14 @@ class AvailableTools:
 
 def _read(tool: ClientTool, where: str) -> Tool:
     """Return a tool in OpenAI's form, which chat templates expect. Raises RequestError."""
-    function: dict[str, Any] = {"name": tool.name}
     description, schema = tool.description, tool.input_schema
     if tool.type not in (None, "custom"):
         description, schema = _known(tool, tool.type, where)
     elif tool.max_characters is not None:
         refuse(f"{where}.max_characters", f"is only for tools of type {WITH_LENGTH!r}")
+    if tool.name is None:
+        refuse(f"{where}.name", "is missing")
+    function: dict[str, Any] = {"name": tool.name}
     if description is not None:
         function["description"] = description
     if schema is None:
