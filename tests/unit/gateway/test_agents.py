@@ -13,7 +13,7 @@ from hadal.gateway.api import fields
 from hadal.gateway.api.messages.request import parse_messages
 from hadal.gateway.api.responses.calls import as_arguments, as_input
 from hadal.gateway.api.responses.request import parse_response, read_response
-from hadal.gateway.api.responses.tools import ResponseTool, ToolSource, offered
+from hadal.gateway.api.responses.tools import ResponseTool, offered
 from hadal.gateway.text.asks import PastCall
 
 from .event_streams import named_events
@@ -125,8 +125,8 @@ def test_no_two_tools_have_one_name() -> None:
             tools=[ResponseTool(type="function", name=name) for name in ("b_c", "b.c", "x" * 200)],
         ),
     ]
-    found = offered([ToolSource("tools", tools)])
-    assert len(found.flat_to_name) == len(found.given) == 4
+    found = offered(tools, ())
+    assert len(found.flat_to_name) == len(found.tools) == 4
     for flat, call in found.flat_to_name.items():
         assert found.flat_of(*call) == flat
         assert len(flat) <= 128

@@ -23,6 +23,7 @@ from hadal.gateway.api.responses.calls import CALL_TYPES, InputReader, as_argume
 from hadal.gateway.api.responses.reasoning import opened, sealed
 from hadal.gateway.api.responses.reply import ResponseFormatter, response_id_of
 from hadal.gateway.api.responses.request import ResponseAsk, parse_response, read_response
+from hadal.gateway.api.responses.tools import ResponseTool
 from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.tools import FORMATS, CallDelta, Choosing, ToolFormat
@@ -153,11 +154,15 @@ def test_what_only_a_provider_can_run_is_left_out(
     [
         ([], {"tools": [function("a"), {"type": "computer_use_preview"}]}, "tools[1].type"),
         ([], {"tools": [{"type": "web_search_x"}]}, "tools[0].type"),
+        ([], {"tools": [{"type": "computer", "environment": "browser"}]}, "tools[0].type"),
+        ([], {"tools": [{"type": "shell", "environment": "local"}]}, "tools[0].environment"),
         ([more_tools(function("a"), {"type": "odd"})], {}, "input[1].tools[1].type"),
         ([more_tools(namespace("n", {"type": "shell"}))], {}, "input[1].tools[0].tools[0].type"),
         ([more_tools(namespace("n", namespace("m", RUN)))], {}, "input[1].tools[0].tools[0].type"),
         ([more_tools({"type": "namespace", "tools": []})], {}, "input[1].tools[0].name"),
         ([more_tools(namespace("n", RUN, RUN))], {}, "input[1].tools[0].tools[1].name"),
+        ([more_tools(namespace("n", function("")))], {}, "input[1].tools[0].tools[0].name"),
+        ([more_tools(namespace("n", {"type": "custom"}))], {}, "input[1].tools[0].tools[0].name"),
         ([more_tools(function("a.b"))], {}, "input[1].tools[0].name"),
         ([], {"tools": [{**RUN, "format": {"type": "x"}}]}, "tools[0].format.type"),
         ([], {"tools": [{**RUN, "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
@@ -205,6 +210,7 @@ def test_any_offered_tool_can_be_chosen(choice: dict[str, Any], names: int, forc
     tools = [RUN, namespace("n", function("f")), {"type": "shell"}, {"type": "apply_patch"}]
     choosing = parse(tools=tools, tool_choice=choice).chat.rendering.choosing
     assert (len(choosing.tools), choosing.is_forced, choosing.name) == (names, True, forced)
+    assert len(choosing.listing) == 4, "the beginning of the prompt is that of all tools"
     for bad in (
         {"type": "custom", "name": "other"},
         {"type": "local_shell"},
@@ -215,6 +221,16 @@ def test_any_offered_tool_can_be_chosen(choice: dict[str, Any], names: int, forc
         with pytest.raises(RequestError) as caught:
             parse(tools=tools, tool_choice=bad)
         assert caught.value.param == "tool_choice"
+
+
+def test_fields_that_belong_to_tools_of_a_provider_are_no_error() -> None:
+    both = ["direct", "programmatic"]
+    hosted = {"type": "code_interpreter", "container": "c", "allowed_callers": ["programmatic"]}
+    asked = parse(
+        tools=[function("f", allowed_callers=both), hosted],
+        include=["code_interpreter_call.outputs", "web_search_call.action.sources"],
+    )
+    assert names_of(asked) == ["f"]
 
 
 def test_a_shell_in_a_provider_s_container_is_left_out() -> None:
@@ -327,6 +343,40 @@ async def test_an_unknown_call_is_refused_and_a_kept_one_is_known() -> None:
             await it.settle()
 
 
+def test_a_type_may_be_left_out_or_null() -> None:
+    for more in ({}, {"type": None}):
+        assert turns_of({"role": "user", "content": "Hi.", **more}) == (Turn("user", "Hi."),)
+        with pytest.raises(RequestError, match="has an item 'msg_1'") as caught:
+            parse({"id": "msg_1", **more})
+        assert caught.value.param == "input[1].id"
+
+
+def test_arguments_of_a_search_may_be_a_text() -> None:
+    for arguments in ('{"row": 1}', {"row": 1}):
+        (turn,) = turns_of({"type": "tool_search_call", "call_id": "s", "arguments": arguments})
+        assert turn.calls[0].arguments == '{"row": 1}'
+
+
+def test_a_tool_that_comes_again_in_a_conversation_stays_one_tool() -> None:
+    first, second = function("first"), function("second")
+    newer = function("first", description="Newer.")
+    hidden = function("hidden", defer_loading=True)
+    turns = [
+        [more_tools(SEARCH, namespace("n", first, second), hidden)],
+        [more_tools(namespace("n", newer), {"type": "mcp", "server_label": "x"})],
+        [more_tools(namespace("n", first))],
+    ]
+    staying: Sequence[ResponseTool] = ()
+    for number, items in enumerate(turns):
+        body = {"model": "small", "input": [USER, *items], "tools": [function("own")]}
+        asked = parse_response(read_response(json.dumps(body).encode()), {}, staying)
+        assert names_of(asked) == ["own", "tool_search", "n__first", "n__second"]
+        staying = asked.tools.staying
+        assert len(staying) == 3, "its own tools and those of providers do not stay"
+        about = asked.chat.rendering.choosing.tools[2].fields["function"].get("description", "")
+        assert ("Newer." in about) == (number == 1)
+
+
 async def test_found_tools_are_there_in_the_next_response() -> None:
     """A client that continues by id does not send the search's output again."""
     found = namespace("mcp__x", function("find"))
@@ -336,8 +386,9 @@ async def test_found_tools_are_there_in_the_next_response() -> None:
         async with world(model, says(lambda prompt: written(V31, ("mcp__x__find", "{}")))) as it:
             body = {"model": "small", "tools": [SEARCH], "input": [USER, call, output]}
             first = (await it.client.post("/v1/responses", json=body)).json()
-            for _ in range(2):
-                body = {"model": "small", "input": "Go on.", "previous_response_id": first["id"]}
+            for again in ([], [call, output], []):
+                body["input"] = [*again, USER]
+                body["previous_response_id"] = first["id"]
                 first = (await it.client.post("/v1/responses", json=body)).json()
                 item = first["output"][-1]
                 assert (item["name"], item["namespace"]) == ("find", "mcp__x")

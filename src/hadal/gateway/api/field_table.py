@@ -600,9 +600,6 @@ _RESPONSE = (
         "OpenAI (Codex)",
     ),
     _inert("input[].tools[].output_schema input[].tools[].async", "the model reads any output"),
-    _refused(
-        "input[].tools[].allowed_callers", "the model calls directly", "OpenAI", (["direct"],)
-    ),
     _served(
         "input[].summary input[].summary[].type input[].summary[].text input[].summary[].refusal"
         " input[].status input[].execution input[].author input[].recipient",
@@ -646,7 +643,10 @@ _RESPONSE = (
     _served("tools[].execution", "of a tool_search: client; one of a provider is ignored"),
     _served("tools[].environment", "of a shell: local; one in a provider's container is ignored"),
     _inert("tools[].output_schema tools[].async", "the model reads any output"),
-    _refused("tools[].allowed_callers", "the model calls directly", "OpenAI", (["direct"],)),
+    _served(
+        "tools[].allowed_callers input[].tools[].allowed_callers",
+        "a list with direct, because the model calls directly",
+    ),
     _inert(
         " ".join(f"tools[].{name} input[].tools[].{name}" for name in _HOSTED.split()),
         "they belong to tools that are ignored",
@@ -658,7 +658,11 @@ _RESPONSE = (
     ),
     _inert("text.format.strict", "output always follows the schema"),
     _served("text.verbosity", "passed to the chat template as a variable"),
-    _served("include", "reasoning.encrypted_content: reasoning items have a form to send back"),
+    _served(
+        "include",
+        "reasoning.encrypted_content: reasoning items have a form to send back; details of ignored tools"
+        " change nothing",
+    ),
     _served("truncation", "disabled"),
     _served("top_k", "", "vLLM"),
     _inert("client_metadata", "labels change no reply", "OpenAI (Codex)"),

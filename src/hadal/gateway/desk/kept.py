@@ -250,7 +250,7 @@ class Responses:
         """
         if asked.request.store is False or not self.own.keep_s:
             return None
-        turns, tools = (*before.turns, *asked.chat.turns), (*before.tools, *asked.found)
+        turns, tools = (*before.turns, *asked.chat.turns), asked.tools.staying
 
         def keep(body: bytes, turn: Turn) -> None:
             self.own.put(tenant, response_id, KeptResponse(body, items, (*turns, turn), tools))

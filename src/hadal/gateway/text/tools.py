@@ -290,16 +290,11 @@ def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def read_tools(
-    given: Sequence[Any], words: ToolWords = CHAT_WORDS, wheres: Sequence[str] = ()
-) -> tuple[Tool, ...]:
-    """Read a client's tools, as in /chat/completions; errors use `words`. `wheres`: path of each
-    tool, if they are not one list. Raises RequestError.
-    """
+def read_tools(given: Sequence[Any]) -> tuple[Tool, ...]:
+    """Read the tools of a body of /chat/completions. Raises RequestError."""
     check_num_tools(len(given))
-    wheres = wheres or [f"tools[{index}]" for index in range(len(given))]
-    tools = (read_tool(each, at, words) for each, at in zip(given, wheres, strict=True))
-    return checked_tools(tuple(tools), words)
+    tools = (read_tool(each, f"tools[{at}]", CHAT_WORDS) for at, each in enumerate(given))
+    return checked_tools(tuple(tools))
 
 
 def check_num_tools(num_tools: int) -> None:

@@ -78,14 +78,15 @@ class InputReader:
     def feed(self, text: str) -> str:
         """Return the text of the input that these arguments add."""
         self._held += text
+        at = 0
         if not self.is_input:
             found = _HEAD.match(self._held)
             if found is None:
                 return ""
-            self.is_input, self._held = True, self._held[found.end() :]
+            self.is_input, at = True, found.end()
         pieces = []
-        while not self._is_over and (found := _PIECE.match(self._held)):
-            self._held = self._held[found.end() :]
+        while not self._is_over and (found := _PIECE.match(self._held, at)):
+            at = found.end()
             plain, code, letter, end = found.groups()
             if code is not None:
                 pieces.append(self._char(code))
@@ -95,6 +96,7 @@ class InputReader:
             if letter is not None:
                 pieces.append(_ESCAPES.get(letter, letter))
             pieces.append(plain or "")
+        self._held = self._held[at:]
         return "".join(pieces)
 
     def rest(self) -> str:
@@ -170,10 +172,10 @@ def arguments_of(
     """
     if kind == CUSTOM:
         return as_arguments(text or "")
-    if kind == FUNCTION:
+    if kind == SEARCH and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if kind in (FUNCTION, SEARCH):
         return arguments or "{}" if isinstance(arguments, str | None) else None
-    if kind == SEARCH:
-        return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     if fields is None:
         return None
     if kind == PATCH:

@@ -24,7 +24,7 @@ from hadal.gateway.api.responses.tools import (
     OfferedTools,
     ResponseTool,
     ToolSource,
-    offered,
+    names_in,
     shown,
 )
 from hadal.gateway.text.asks import PastCall, Turn
@@ -33,6 +33,7 @@ MAX_LISTED = 100
 """Maximum number of items of an input on one page."""
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _NO_TOOLS = OfferedTools()
+MESSAGE, REFERENCE = "message", "item_reference"
 REASONING, MORE_TOOLS, SEARCH_OUTPUT = "reasoning", "additional_tools", "tool_search_output"
 _OUTPUTS = (
     "function_call_output",
@@ -43,7 +44,7 @@ _OUTPUTS = (
     SEARCH_OUTPUT,
 )
 _ITEMS = ", ".join(
-    ("message", "agent_message", REASONING, *CALL_TYPES, *_OUTPUTS, MORE_TOOLS, "item_reference")
+    (MESSAGE, "agent_message", REASONING, *CALL_TYPES, *_OUTPUTS, MORE_TOOLS, REFERENCE)
 )
 
 
@@ -105,20 +106,21 @@ class _TurnFold:
 
     def add(self, item: InputItem, where: str) -> None:
         """Add an item. Raises RequestError."""
-        if item.type in CALL_TYPES:
-            self._add_call(item, where)
-        elif item.type in _OUTPUTS:
+        kind = item.type or MESSAGE
+        if kind in CALL_TYPES:
+            self._add_call(item, CALL_TYPES[kind], where)
+        elif kind in _OUTPUTS:
             self._add_output(item, where)
-        elif item.type == "message":
+        elif kind == MESSAGE:
             turn = Turn(_role_of(item, where), _text_of(item.content, f"{where}.content"))
             self._add_message(turn)
-        elif item.type == "agent_message":
+        elif kind == "agent_message":
             self._add_agent_message(item, where)
-        elif item.type == REASONING:
+        elif kind == REASONING:
             self._add_reasoning(item)
-        elif item.type != MORE_TOOLS:
+        elif kind != MORE_TOOLS:
             raise RequestError(
-                f"{where}.type is {item.type[:40]!r}; supported: {_ITEMS}.", f"{where}.type"
+                f"{where}.type is {kind[:40]!r}; supported: {_ITEMS}.", f"{where}.type"
             )
 
     def end(self) -> tuple[Turn, ...]:
@@ -128,8 +130,7 @@ class _TurnFold:
             self._turns[at] = replace(self._turns[at], content=content)
         return tuple(self._turns)
 
-    def _add_call(self, item: InputItem, where: str) -> None:
-        kind = CALL_TYPES[item.type]
+    def _add_call(self, item: InputItem, kind: str, where: str) -> None:
         name = needed_text(item.name, f"{where}.name") if kind in STREAMED else kind
         field = "operation" if kind == PATCH else "action" if kind != SEARCH else "arguments"
         arguments = arguments_of(
@@ -151,8 +152,7 @@ class _TurnFold:
         call_id = item.call_id or (item.id if item.type == "local_shell_call_output" else None)
         call_id = needed_text(call_id, f"{where}.call_id")
         if item.type == SEARCH_OUTPUT:
-            found = offered([ToolSource(f"{where}.tools", item.tools or (), True)])
-            names = [self._tools.flat_of(*name) for name in found.flat_to_name.values()]
+            names = [self._tools.flat_of(*name) for name in names_in(item.tools or ())]
             output = f"Found tools: {', '.join(names)}" if names else "No tool was found."
         elif item.type == "apply_patch_call_output" and item.output is None:
             output = item.status or "completed"
@@ -213,7 +213,7 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
     taken: set[str] = set()
     for index, item in enumerate(items):
         fields = {name: getattr(item, name) for name in item.__struct_fields__}
-        if item.type == "message" and isinstance(item.content, str):
+        if item.type == MESSAGE and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
             fields["content"] = [MessagePart(kind, item.content)]
         if item.tools is not None:
@@ -221,9 +221,9 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         if isinstance(content := fields["content"], list):
             fields["content"] = [_listed_part(part) for part in content]
         # Fields that clients' types require are present, even if they were not sent.
-        if item.type == "reasoning":
+        if item.type == REASONING:
             fields["summary"] = item.summary or []
-        elif item.type != MORE_TOOLS and (item.type != "message" or item.role == "assistant"):
+        elif item.type != MORE_TOOLS and (item.type != MESSAGE or item.role == "assistant"):
             fields["status"] = item.status or "completed"
         item_id = item.id or f"item_{index}"
         while item_id in taken:  # Ids may repeat, but pages continue from an id.
@@ -328,10 +328,11 @@ class OutputPart(ItemPart):
 
 class InputItem(msgspec.Struct):
     """Item of a conversation: a message, a call or its output, reasoning, tools, or an
-    "item_reference" to an item of a response. Without a type it is a message.
+    "item_reference" to an item of a response. Without a type it is a message, or if it only has an
+    id, a reference.
     """
 
-    type: str = "message"
+    type: str | None = None
     role: str | None = None
     author: str | None = None
     """Agent of the client that sent an agent_message."""
@@ -358,3 +359,8 @@ class InputItem(msgspec.Struct):
     """Side that runs a tool search: "client" or "server"."""
     status: str | None = None
     id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type is None:
+            is_reference = self.id is not None and self.role is None and self.content is None
+            self.type = REFERENCE if is_reference else MESSAGE

@@ -33,6 +33,7 @@ from hadal.gateway.api.decoding import NO_SCHEMA, decode
 from hadal.gateway.api.field_table import RESPONSE
 from hadal.gateway.api.fields import check_fields
 from hadal.gateway.api.responses.items import (
+    REFERENCE,
     InputItem,
     needed_text,
     sources_in,
@@ -49,12 +50,21 @@ from hadal.gateway.api.responses.tools import (
 )
 from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, Rendering, Turn
 from hadal.gateway.text.thinking import ReasoningOptions, read_thinking
-from hadal.gateway.text.tools import Choosing, read_choice, read_tools
+from hadal.gateway.text.tools import Choosing, read_choice
 
 ENCRYPTED = "reasoning.encrypted_content"
 """Value of `include`: reasoning items have their text in a form that clients send back."""
-REFERENCE = "item_reference"
-"""Type of an item that references another."""
+_OF_PROVIDERS = (
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+"""Values of `include` for items that no reply of this server has. Clients send them with tools that
+are left out.
+"""
 
 
 class TextFormat(msgspec.Struct):
@@ -106,11 +116,6 @@ class ResponseAsk:
     """Id of a call that an item of the input answers -> path of that item's id."""
     num_unreadable: int = 0
     """Number of texts that another server encrypted; they are passed over."""
-
-    @property
-    def found(self) -> tuple[ResponseTool, ...]:
-        """Return the tools in the request's items: they stay when the conversation goes on."""
-        return tuple(tool for each in sources_in(self.request.input) for tool in each.tools)
 
     def after(self, turns: tuple[Turn, ...]) -> ChatAsk:
         """Return the chat with earlier `turns` before the request's input. Raises RequestError."""
@@ -216,12 +221,8 @@ def parse_response(
     text = request.text or TextOptions()
     verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
     thinking = read_thinking(request, variables=verbosity)
-    sources = [
-        ToolSource("tools", request.tools or ()),
-        ToolSource("previous_response_id.tools", found, is_found=True),
-        *sources_in(request.input),
-    ]
-    tools = offered(sources)
+    before = ToolSource("previous_response_id.tools", found, is_found=True)
+    tools = offered(request.tools or (), [before, *sources_in(request.input)])
     choosing = _choosing(request, tools)
     read = turns_of(request.input, tools)
     format = _format_of(text)
@@ -249,17 +250,11 @@ def parse_response(
 
 def _choosing(request: ResponsesRequest, tools: OfferedTools) -> Choosing:
     """Return the tools that the reply may call. Raises RequestError."""
-    given = read_tools(tools.given, TOOL_WORDS, tools.wheres)
-    held = tuple(
-        tool
-        if grammar is None
-        else replace(tool, input=grammar, schema_field=f"{where}.format.definition")
-        for tool, grammar, where in zip(given, tools.grammars, tools.wheres, strict=True)
-    )
     choice, allowed = read_tool_choice(request.tool_choice, tools)
-    if allowed is not None:
-        held = tuple(tool for tool in held if tool.name in allowed)
-    return read_choice(choice, held, request.parallel_tool_calls, TOOL_WORDS)
+    callable = tuple(tool for tool in tools.tools if allowed is None or tool.name in allowed)
+    choosing = read_choice(choice, callable, request.parallel_tool_calls, TOOL_WORDS)
+    # The prompt lists all of them, so that it is found in the cache whichever are allowed.
+    return choosing if allowed is None else replace(choosing, listed=tools.tools)
 
 
 def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> InputItem:
@@ -283,7 +278,7 @@ def _check_options(request: ResponsesRequest) -> None:
             "truncation",
         )
     for entry in request.include or ():
-        if entry != ENCRYPTED:
+        if entry != ENCRYPTED and entry not in _OF_PROVIDERS:
             raise RequestError(
                 f"include: {entry[:64]!r} is not supported; leave it out.", "include"
             )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,7 +34,14 @@ from hadal.gateway.api.responses.calls import (
     SHELL,
     CallName,
 )
-from hadal.gateway.text.tools import MAX_HELD_BYTES, ToolWords
+from hadal.gateway.text.tools import (
+    MAX_HELD_BYTES,
+    Tool,
+    ToolWords,
+    check_num_tools,
+    checked_tools,
+    read_tool,
+)
 from hadal.tokens.lark import MAX_DEFINITION_CHARS, SYNTAXES, TextGrammar
 
 MAX_FLAT_CHARS = 128
@@ -77,8 +84,10 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     """Format of a custom tool's input."""
     execution: str | None = None
     """Side that runs a tool search: "client", or "server" (the default), a provider."""
-    environment: dict[str, Any] | None = None
-    """Place of a shell: {"type": "local"} or none, or a provider's container."""
+    environment: Any = None
+    """Place of a shell: {"type": "local"} or none, or a provider's container. Other tools have one of
+    another form.
+    """
     defer_loading: bool | None = None
     """True: the tool is offered once a client's tool search has found it."""
     allowed_callers: list[str] | None = None
@@ -98,12 +107,9 @@ class ToolSource(NamedTuple):
 class OfferedTools:
     """Tools of a request that the model is offered."""
 
-    given: tuple[dict[str, Any], ...] = ()
-    """Tools in the form of /chat/completions."""
-    wheres: tuple[str, ...] = ()
-    """Path of each tool in the request."""
-    grammars: tuple[TextGrammar | None, ...] = ()
-    """Grammar of each tool's input, if it has one."""
+    tools: tuple[Tool, ...] = ()
+    staying: tuple[ResponseTool, ...] = ()
+    """Tools of items, in the client's form. A conversation that continues still offers them."""
     flat_to_name: Mapping[str, CallName] = field(default_factory=dict)
     """Name offered to the model -> the client's name."""
 
@@ -129,7 +135,7 @@ class _Leaf(NamedTuple):
     where: str
     namespace: str
     tool: ResponseTool
-    about: str = ""
+    about: str | None = None
     """Description of the namespace, for its first tool."""
 
     @property
@@ -138,12 +144,25 @@ class _Leaf(NamedTuple):
         name = self.tool.name or "" if kind in (FUNCTION, CUSTOM) else kind
         return CallName(name, self.namespace, kind)
 
+    @property
+    def alone(self) -> ResponseTool:
+        """Return the tool without its list, but in its namespace."""
+        if not self.namespace:
+            return self.tool
+        return ResponseTool(
+            type=NAMESPACE, name=self.namespace, description=self.about, tools=[self.tool]
+        )
 
-def offered(sources: Sequence[ToolSource]) -> OfferedTools:
-    """Read a request's tools. Raises RequestError for an invalid tool."""
+
+def offered(given: Sequence[ResponseTool], in_items: Sequence[ToolSource]) -> OfferedTools:
+    """Read a request's tools: those given at its top, and those in items of the conversation. Raises
+    RequestError for an invalid tool.
+    """
+    sources = [ToolSource("tools", given), *in_items]
     leaves = [(source, [*_leaves(source.where, source.tools)]) for source in sources]
     searches = any(leaf.tool.type == SEARCH for _, found in leaves for leaf in found)
     name_to_leaf: dict[CallName, _Leaf] = {}
+    staying: set[CallName] = set()
     for source, found in leaves:
         names: set[CallName] = set()
         for leaf in found:
@@ -156,20 +175,27 @@ def offered(sources: Sequence[ToolSource]) -> OfferedTools:
                 )
             names.add(leaf.name)
             name_to_leaf[leaf.name] = leaf
-    given, grammars, flat_to_name = [], [], dict[str, CallName]()
+        if source is not sources[0]:
+            staying |= names
+    check_num_tools(len(name_to_leaf))
+    tools, flat_to_name = [], dict[str, CallName]()
     for name, leaf in name_to_leaf.items():
         flat = _unused(_flat(name.name, name.namespace), flat_to_name)
         flat_to_name[flat] = name
-        given.append(_function(leaf, flat))
-        grammars.append(_grammar(leaf))
-    num_chars = sum(len(each.definition) for each in grammars if each is not None)
+        tools.append(_read(leaf, flat))
+    num_chars = sum(len(each.input.definition) for each in tools if each.input is not None)
     if num_chars > MAX_HELD_BYTES:
         raise RequestError(
             f"tools: the grammars have {num_chars} characters; at most {MAX_HELD_BYTES} are allowed.",
             "tools",
         )
-    wheres = tuple(leaf.where for leaf in name_to_leaf.values())
-    return OfferedTools(tuple(given), wheres, tuple(grammars), flat_to_name)
+    kept = tuple(leaf.alone for name, leaf in name_to_leaf.items() if name in staying)
+    return OfferedTools(checked_tools(tuple(tools), TOOL_WORDS), kept, flat_to_name)
+
+
+def names_in(tools: Sequence[ResponseTool]) -> list[CallName]:
+    """Return the names of all tools that may be offered."""
+    return [leaf.name for leaf in _leaves("tools", tools)]
 
 
 def shown(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
@@ -256,7 +282,7 @@ def _leaves(where: str, tools: Sequence[ResponseTool]) -> Iterator[_Leaf]:
         elif not tool.name:
             raise RequestError(f"{at}.name is missing; a namespace needs a name.", f"{at}.name")
         else:
-            about = f"{tool.name}: {tool.description}\n\n" if tool.description else ""
+            about = tool.description
             for leaf in _leaves(f"{at}.tools", tool.tools or ()):
                 if leaf.tool.type not in (FUNCTION, CUSTOM):
                     raise RequestError(
@@ -271,19 +297,25 @@ def _leaves(where: str, tools: Sequence[ResponseTool]) -> Iterator[_Leaf]:
                         f"{inner}.type",
                     )
                 yield leaf._replace(namespace=tool.name, about=about)
-                about = ""
+                about = None
 
 
 def _is_left_out(tool: ResponseTool) -> bool:
     return (
         _LEFT_OUT.fullmatch(tool.type) is not None
         or (tool.type == SEARCH and tool.execution != "client")
-        or (tool.type == SHELL and (tool.environment or {}).get("type", "local") != "local")
+        or (tool.type == SHELL and _environment(tool).get("type", "local") != "local")
     )
 
 
+def _environment(tool: ResponseTool) -> dict[str, Any]:
+    return tool.environment if isinstance(tool.environment, dict) else {}
+
+
 def _flat(name: str, namespace: str) -> str:
-    return _ODD.sub("_", f"{namespace}__{name}")[:MAX_FLAT_CHARS] if namespace else name
+    if not namespace or not name:
+        return name  # A tool without a name is refused.
+    return _ODD.sub("_", f"{namespace}__{name}")[:MAX_FLAT_CHARS]
 
 
 def _unused(flat: str, taken: Mapping[str, CallName]) -> str:
@@ -294,8 +326,8 @@ def _unused(flat: str, taken: Mapping[str, CallName]) -> str:
     return name
 
 
-def _function(leaf: _Leaf, flat: str) -> dict[str, Any]:
-    """Return a tool in /chat/completions' form."""
+def _read(leaf: _Leaf, flat: str) -> Tool:
+    """Return a tool in the model's form. Raises RequestError."""
     where, tool = leaf.where, leaf.tool
     if tool.type not in (FUNCTION, CUSTOM, SEARCH, *_SCHEMAS):
         raise RequestError(
@@ -303,9 +335,14 @@ def _function(leaf: _Leaf, flat: str) -> dict[str, Any]:
             " type 'function', 'custom' or 'namespace'.",
             f"{where}.type",
         )
-    if tool.allowed_callers not in (None, [], ["direct"]):
+    if tool.type == SHELL and not isinstance(tool.environment, dict | None):
         raise RequestError(
-            f"{where}.allowed_callers is not supported: the model calls directly.",
+            f'{where}.environment is not an object; send {{"type": "local"}}.',
+            f"{where}.environment",
+        )
+    if tool.allowed_callers and "direct" not in tool.allowed_callers:
+        raise RequestError(
+            f"{where}.allowed_callers has no 'direct', but the model can only call directly.",
             f"{where}.allowed_callers",
         )
     check_depth(tool.parameters, f"{where}.parameters")
@@ -321,16 +358,20 @@ def _function(leaf: _Leaf, flat: str) -> dict[str, Any]:
     elif tool.type == SEARCH:
         parameters = parameters or _object_of({"query": {"type": "string"}}, "query")
         description = description or "Finds more tools. Those that it finds can be called then."
+    if leaf.about:
+        description = f"{leaf.namespace}: {leaf.about}\n\n{description or ''}"
     function = {
         "name": flat or None,
-        "description": leaf.about + (description or "") if leaf.about else description,
+        "description": description,
         "parameters": parameters,
         "strict": strict or None,
     }
-    return {
-        "type": "function",
-        "function": {name: value for name, value in function.items() if value is not None},
-    }
+    given = {name: value for name, value in function.items() if value is not None}
+    read = read_tool({"type": "function", "function": given}, where, TOOL_WORDS)
+    held = _grammar(leaf)
+    if held is None:
+        return read
+    return replace(read, input=held, schema_field=f"{where}.format.definition")
 
 
 def _grammar(leaf: _Leaf) -> TextGrammar | None:
@@ -353,7 +394,7 @@ def _grammar(leaf: _Leaf) -> TextGrammar | None:
 
 def _skills(tool: ResponseTool) -> str:
     """Return the skills of a shell's environment, for its description."""
-    skills = (tool.environment or {}).get("skills")
+    skills = _environment(tool).get("skills")
     return "".join(
         f"\nSkill {skill.get('name')}, in {skill.get('path')}: {skill.get('description')}"
         for skill in (skills if isinstance(skills, list) else ())
