@@ -22,7 +22,7 @@ from hadal.core.config import GatewayConfig
 from hadal.core.errors import RequestError
 from hadal.gateway.api.messages.known_tools import KNOWN_TOOLS
 from hadal.gateway.api.messages.request import parse_messages
-from hadal.gateway.api.messages.signatures import reasoning_of, signed
+from hadal.gateway.api.sealed import opened, sealed
 from hadal.gateway.desk.service import ServedModel, read_served_model
 from hadal.gateway.text.asks import ChatAsk, Turn
 from hadal.gateway.text.chat import Prompt
@@ -434,12 +434,12 @@ OURS = "msg_" + "0" * 32
     [
         ([block("Well. ", "any"), block("Yes.", "")], "Well. Yes."),
         ([{"type": "redacted_thinking", "data": "x"}], ""),
-        ([block("", signed(OURS, "Ö. 🙂"))], "Ö. 🙂"),
+        ([block("", sealed("Ö. 🙂", OURS))], "Ö. 🙂"),
         ([block("", OURS)], ""),
         ([block("", "EqQBCkYIBxgCKkDQ.c29tZQ==")], ""),
         ([block("", f"{OURS}.a")], ""),
         ([block("", f"{OURS}._w==")], ""),
-        ([block("shown", signed(OURS, "other"))], "shown"),
+        ([block("shown", sealed("other", OURS))], "shown"),
     ],
 )
 def test_reasoning_goes_with_its_turn(blocks: list[dict[str, Any]], reasoning: str) -> None:
@@ -464,7 +464,7 @@ async def test_an_omitted_reasoning_comes_back_with_its_signature(model: ServedM
             message = await answer(it, thinking=omitted, stream=stream)
             thinking = message["content"][0]
             assert thinking["thinking"] == ""
-            assert reasoning_of(thinking["signature"]) == "Easy."
+            assert opened(thinking["signature"]) == "Easy."
             turn = parse(*said(*message["content"])).turns[1]
             assert (turn.reasoning, turn.content) == ("Easy.", "The answer is 4.")
 

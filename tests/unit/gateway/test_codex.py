@@ -20,10 +20,10 @@ from hadal.core.plans import Sampling
 from hadal.gateway.api import fields
 from hadal.gateway.api.reply import Head, Usage
 from hadal.gateway.api.responses.calls import CALL_TYPES, InputReader, as_arguments, as_input
-from hadal.gateway.api.responses.reasoning import opened, sealed
 from hadal.gateway.api.responses.reply import ResponseFormatter, response_id_of
 from hadal.gateway.api.responses.request import ResponseAsk, parse_response, read_response
 from hadal.gateway.api.responses.tools import ResponseTool
+from hadal.gateway.api.sealed import opened, sealed
 from hadal.gateway.text.asks import Turn
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.tools import FORMATS, CallDelta, Choosing, ToolFormat

@@ -16,8 +16,8 @@ import pytest
 from hadal.core.errors import RequestError
 from hadal.gateway.api.messages.request import parse_messages
 from hadal.gateway.api.openai.request import parse_chat
-from hadal.gateway.api.responses.reasoning import sealed
 from hadal.gateway.api.responses.request import parse_response, read_response
+from hadal.gateway.api.sealed import sealed
 from hadal.gateway.text.asks import ChatAsk, PastCall, Rendering, Turn
 from hadal.gateway.text.chat import ChatFormat
 from hadal.gateway.text.dsml import V4, V32, V41

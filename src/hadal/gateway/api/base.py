@@ -8,7 +8,7 @@ checks ranges that depend on no other field; the functions below check the rest.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 from msgspec import Meta
@@ -266,6 +266,11 @@ def check_end(request: Common, of: str) -> None:
 
 def _bad_format(message: str, field: str = "response_format") -> RequestError:
     return RequestError(message, field)
+
+
+def refuse(where: str, why: str) -> NoReturn:
+    """Raise RequestError for the field `where`, which begins the message."""
+    raise RequestError(f"{where} {why}.", where)
 
 
 def check_depth(value: Any, field: str) -> None:

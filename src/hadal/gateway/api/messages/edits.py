@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from hadal.core.errors import RequestError
-from hadal.gateway.api.messages.refusals import refuse
+from hadal.gateway.api.base import refuse
 from hadal.gateway.text.asks import INT64_MAX, ContextEdit, ReasoningEdit, ToolUsesEdit
 from hadal.gateway.text.edits import AppliedEdit
 

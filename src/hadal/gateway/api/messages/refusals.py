@@ -1,18 +1,12 @@
-"""Refusals of /v1/messages: in the words by which Anthropic's clients know them."""
+"""Refusal of a prompt that is too long, in the words by which Anthropic's clients know it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 from hadal.core.errors import RequestError
 from hadal.gateway.text.lengths import PromptTooLong
-
-
-def refuse(where: str, why: str) -> NoReturn:
-    """Raise RequestError for the field `where`, which begins the message."""
-    raise RequestError(f"{where} {why}.", where)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from hadal.gateway.api.messages.edits import report
-from hadal.gateway.api.messages.signatures import signed
 from hadal.gateway.api.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.api.reply import Head, Outcome, Usage
+from hadal.gateway.api.sealed import sealed
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.edits import AppliedEdit
 from hadal.gateway.text.piece import Piece
@@ -97,7 +97,7 @@ class MessagesFormatter:
     def _signature(self, part: ReplyPart) -> str:
         """Return the signature of a thinking block. It carries a text that the block omits."""
         if self._head.omits_reasoning:
-            return signed(self._head.id, part.text)
+            return sealed(part.text, self._head.id)
         return self._head.id
 
     def _reason(self, piece: Piece, usage: Usage) -> str | None:

@@ -20,9 +20,8 @@ import msgspec
 from msgspec import Meta
 
 from hadal.core.errors import RequestError
-from hadal.gateway.api.base import check_depth
+from hadal.gateway.api.base import check_depth, refuse
 from hadal.gateway.api.messages.known_tools import KNOWN_TOOLS, WITH_LENGTH
-from hadal.gateway.api.messages.refusals import refuse
 from hadal.gateway.text.tools import (
     Choosing,
     Tool,

@@ -17,15 +17,14 @@ from typing import Any, Literal
 import msgspec
 
 from hadal.core.errors import RequestError
-from hadal.gateway.api.base import MAX_MESSAGES, MAX_PARTS, check_depth
-from hadal.gateway.api.messages.refusals import refuse
-from hadal.gateway.api.messages.signatures import reasoning_of
+from hadal.gateway.api.base import MAX_MESSAGES, MAX_PARTS, check_depth, refuse
 from hadal.gateway.api.messages.tools import (
     AvailableTools,
     ToolAdditionBlock,
     ToolReference,
     ToolRemovalBlock,
 )
+from hadal.gateway.api.sealed import opened
 from hadal.gateway.text.asks import PastCall, Turn
 
 _BILLING = "x-anthropic-billing-header:"
@@ -218,7 +217,7 @@ class _MessageReader:
                 else:
                     self._texts.append(text)
             case ThinkingBlock(thinking, signature):
-                self._reasoning.append(thinking or reasoning_of(signature or ""))
+                self._reasoning.append(thinking or opened(signature or "") or "")
             case ToolUseBlock(id, name, input):
                 check_depth(input, f"{where}.input")
                 self._calls.append(PastCall(id, name, json.dumps(input, ensure_ascii=False)))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hadal.core.errors import RequestError
-from hadal.gateway.api.base import MAX_PARTS
+from hadal.gateway.api.base import MAX_PARTS, refuse
 from hadal.gateway.api.lists import is_ascending, list_page, read_limit
 from hadal.gateway.api.responses.calls import (
     CALL_TYPES,
@@ -19,7 +19,6 @@ from hadal.gateway.api.responses.calls import (
     STREAMED,
     arguments_of,
 )
-from hadal.gateway.api.responses.reasoning import is_encrypted, opened
 from hadal.gateway.api.responses.tools import (
     OfferedTools,
     ResponseTool,
@@ -27,6 +26,7 @@ from hadal.gateway.api.responses.tools import (
     names_in,
     shown,
 )
+from hadal.gateway.api.sealed import opened
 from hadal.gateway.text.asks import PastCall, Turn
 
 MAX_LISTED = 100
@@ -34,6 +34,8 @@ MAX_LISTED = 100
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _NO_TOOLS = OfferedTools()
 MESSAGE, REFERENCE = "message", "item_reference"
+_FERNET = "gAAAAA"
+"""Beginning of all tokens of Fernet, the form of OpenAI's encrypted texts."""
 REASONING, MORE_TOOLS, SEARCH_OUTPUT = "reasoning", "additional_tools", "tool_search_output"
 _OUTPUTS = (
     "function_call_output",
@@ -64,13 +66,13 @@ def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) 
     if isinstance(items, str):
         return ItemTurns((Turn("user", items),))
     if not items:
-        raise RequestError("input is empty; send a text or a list of items.", "input")
+        refuse("input", "is empty; send a text or a list of items")
     fold = _TurnFold(tools)
     for index, item in enumerate(items):
         fold.add(item, f"input[{index}]")
     turns = fold.end()
     if not turns:
-        raise RequestError("input contains no message; send one.", "input")
+        refuse("input", "contains no message; send one")
     return ItemTurns(turns, fold.call_to_path, fold.num_unreadable)
 
 
@@ -119,9 +121,7 @@ class _TurnFold:
         elif kind == REASONING:
             self._add_reasoning(item)
         elif kind != MORE_TOOLS:
-            raise RequestError(
-                f"{where}.type is {kind[:40]!r}; supported: {_ITEMS}.", f"{where}.type"
-            )
+            refuse(f"{where}.type", f"is {kind[:40]!r}; supported: {_ITEMS}")
 
     def end(self) -> tuple[Turn, ...]:
         """Return the turns of all items."""
@@ -138,9 +138,7 @@ class _TurnFold:
         )
         if arguments is None:
             field = "arguments" if kind == FUNCTION else field
-            raise RequestError(
-                f"{where}.{field} is missing or of another type.", f"{where}.{field}"
-            )
+            refuse(f"{where}.{field}", "is missing or of another type")
         call_id = needed_text(item.call_id or item.id, f"{where}.call_id")
         call = PastCall(call_id, self._tools.flat_of(name, item.namespace, kind), arguments)
         if not self._turns or self._turns[-1].role != "assistant":
@@ -181,7 +179,7 @@ class _TurnFold:
         parts = item.content if isinstance(item.content, list) else []
         given = [
             MessagePart("input_text", part.encrypted_content)
-            if part.encrypted_content is not None and not is_encrypted(part.encrypted_content)
+            if part.encrypted_content is not None and not part.encrypted_content.startswith(_FERNET)
             else part
             for part in parts
         ]
@@ -255,25 +253,23 @@ def input_page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dic
 
 def needed_text(text: str | None, where: str) -> str:
     if not text:
-        raise RequestError(f"{where} is missing.", where)
+        refuse(where, "is missing")
     return text
 
 
 def _role_of(item: InputItem, where: str) -> str:
     if item.role not in ("user", "assistant", "system", "developer"):
-        raise RequestError(
-            f"{where}.role must be 'user', 'assistant', 'system' or 'developer'.", f"{where}.role"
-        )
+        refuse(f"{where}.role", "must be 'user', 'assistant', 'system' or 'developer'")
     return "system" if item.role == "developer" else item.role
 
 
 def _text_of(content: str | Sequence[ItemPart] | None, where: str) -> str:
     if content is None:
-        raise RequestError(f"{where} is missing; send a text or a list of parts.", where)
+        refuse(where, "is missing; send a text or a list of parts")
     if isinstance(content, str):
         return content
     if len(content) > MAX_PARTS:
-        raise RequestError(f"{where} has more than {MAX_PARTS} parts.", where)
+        refuse(where, f"has more than {MAX_PARTS} parts")
     texts = []
     for index, part in enumerate(content):
         if isinstance(part, OutputPart) and (part.stdout is not None or part.stderr is not None):
@@ -281,10 +277,8 @@ def _text_of(content: str | Sequence[ItemPart] | None, where: str) -> str:
             continue
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_TEXTS, "refusal") or text is None:
-            raise RequestError(
-                f"{where}[{index}] is not supported; send input_text or output_text with a text.",
-                f"{where}[{index}]",
-            )
+            why = "is not supported; send input_text or output_text with a text"
+            refuse(f"{where}[{index}]", why)
         texts.append(text)
     return "".join(texts)
 

@@ -19,7 +19,6 @@ from hadal.gateway.api.responses.calls import (
     as_input,
     call_fields,
 )
-from hadal.gateway.api.responses.reasoning import sealed
 from hadal.gateway.api.responses.request import (
     ENCRYPTED,
     ResponsesRequest,
@@ -27,6 +26,7 @@ from hadal.gateway.api.responses.request import (
     TextOptions,
 )
 from hadal.gateway.api.responses.tools import OfferedTools, shown
+from hadal.gateway.api.sealed import sealed
 from hadal.gateway.edge.errors import ApiError
 from hadal.gateway.text.asks import PastCall, Turn
 from hadal.gateway.text.piece import Piece

@@ -28,6 +28,7 @@ from hadal.gateway.api.base import (
     common_fields,
     extensions,
     read_format,
+    refuse,
 )
 from hadal.gateway.api.decoding import NO_SCHEMA, decode
 from hadal.gateway.api.field_table import RESPONSE
@@ -41,16 +42,14 @@ from hadal.gateway.api.responses.items import (
     without_earlier_reasoning,
 )
 from hadal.gateway.api.responses.tools import (
-    TOOL_WORDS,
     OfferedTools,
     ResponseTool,
     ToolSource,
+    choosing,
     offered,
-    read_tool_choice,
 )
 from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, Rendering, Turn
 from hadal.gateway.text.thinking import ReasoningOptions, read_thinking
-from hadal.gateway.text.tools import Choosing, read_choice
 
 ENCRYPTED = "reasoning.encrypted_content"
 """Value of `include`: reasoning items have their text in a form that clients send back."""
@@ -151,9 +150,7 @@ def read_response(body: bytes) -> ResponsesRequest:
     named = check_fields(body, RESPONSE)
     request = named.read(lambda: decode(named.body, ResponsesRequest))
     if len(request.input) > MAX_MESSAGES and not isinstance(request.input, str):
-        raise RequestError(
-            f"input has {len(request.input)} items; at most {MAX_MESSAGES} are allowed.", "input"
-        )
+        refuse("input", f"has {len(request.input)} items; at most {MAX_MESSAGES} are allowed")
     return request
 
 
@@ -223,7 +220,7 @@ def parse_response(
     thinking = read_thinking(request, variables=verbosity)
     before = ToolSource("previous_response_id.tools", found, is_found=True)
     tools = offered(request.tools or (), [before, *sources_in(request.input)])
-    choosing = _choosing(request, tools)
+    calls = choosing(request.tool_choice, tools, request.parallel_tool_calls)
     read = turns_of(request.input, tools)
     format = _format_of(text)
     common = Common(
@@ -240,21 +237,12 @@ def parse_response(
     chat = ChatAsk(
         ask,
         read.turns,
-        Rendering(thinking.is_on, thinking.template_kwargs, choosing),
+        Rendering(thinking.is_on, thinking.template_kwargs, calls),
         budget=thinking.budget,
         budget_field=thinking.budget_field,
         switch_field=thinking.switch_field,
     )
     return ResponseAsk(request, chat, tools, read.call_to_path, read.num_unreadable)
-
-
-def _choosing(request: ResponsesRequest, tools: OfferedTools) -> Choosing:
-    """Return the tools that the reply may call. Raises RequestError."""
-    choice, allowed = read_tool_choice(request.tool_choice, tools)
-    callable = tuple(tool for tool in tools.tools if allowed is None or tool.name in allowed)
-    choosing = read_choice(choice, callable, request.parallel_tool_calls, TOOL_WORDS)
-    # The prompt lists all of them, so that it is found in the cache whichever are allowed.
-    return choosing if allowed is None else replace(choosing, listed=tools.tools)
 
 
 def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> InputItem:
@@ -272,11 +260,10 @@ def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> In
 
 def _check_options(request: ResponsesRequest) -> None:
     if request.truncation not in (None, "disabled"):
-        raise RequestError(
-            "truncation is not supported: prompts are never shortened. Send 'disabled', and shorten"
-            " the input if it is too long.",
-            "truncation",
+        why = (
+            "is not supported: prompts are never shortened. Send 'disabled', and shorten the input"
         )
+        refuse("truncation", why)
     for entry in request.include or ():
         if entry != ENCRYPTED and entry not in _OF_PROVIDERS:
             raise RequestError(

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hadal.core.errors import RequestError
-from hadal.gateway.api.base import check_depth
+from hadal.gateway.api.base import check_depth, refuse
 from hadal.gateway.api.fields import log_once
 from hadal.gateway.api.responses.calls import (
     CUSTOM,
@@ -36,10 +35,12 @@ from hadal.gateway.api.responses.calls import (
 )
 from hadal.gateway.text.tools import (
     MAX_HELD_BYTES,
+    Choosing,
     Tool,
     ToolWords,
     check_num_tools,
     checked_tools,
+    read_choice,
     read_tool,
 )
 from hadal.tokens.lark import MAX_DEFINITION_CHARS, SYNTAXES, TextGrammar
@@ -53,7 +54,7 @@ _LEFT_OUT = re.compile(
 )
 """Types of tools that only a provider can run; some end with a date."""
 _ODD = re.compile(r"[^A-Za-z0-9_-]")
-TOOL_WORDS = ToolWords(
+_WORDS = ToolWords(
     "",
     "parameters",
     "'required'",
@@ -169,9 +170,8 @@ def offered(given: Sequence[ResponseTool], in_items: Sequence[ToolSource]) -> Of
             if leaf.tool.defer_loading and searches and not source.is_found:
                 continue
             if leaf.name in names:
-                raise RequestError(
-                    f"tools: two tools have the name {leaf.name.name!r}; names must be unique.",
-                    f"{leaf.where}.name",
+                refuse(
+                    f"{leaf.where}.name", f"is {leaf.name.name!r}, as of another tool in the list"
                 )
             names.add(leaf.name)
             name_to_leaf[leaf.name] = leaf
@@ -185,12 +185,9 @@ def offered(given: Sequence[ResponseTool], in_items: Sequence[ToolSource]) -> Of
         tools.append(_read(leaf, flat))
     num_chars = sum(len(each.input.definition) for each in tools if each.input is not None)
     if num_chars > MAX_HELD_BYTES:
-        raise RequestError(
-            f"tools: the grammars have {num_chars} characters; at most {MAX_HELD_BYTES} are allowed.",
-            "tools",
-        )
+        refuse("tools", f"has grammars of {num_chars} characters; {MAX_HELD_BYTES} are allowed")
     kept = tuple(leaf.alone for name, leaf in name_to_leaf.items() if name in staying)
-    return OfferedTools(checked_tools(tuple(tools), TOOL_WORDS), kept, flat_to_name)
+    return OfferedTools(checked_tools(tuple(tools), _WORDS), kept, flat_to_name)
 
 
 def names_in(tools: Sequence[ResponseTool]) -> list[CallName]:
@@ -217,39 +214,30 @@ def shown(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
     return kept
 
 
-class ReadChoice(NamedTuple):
-    """`tool_choice` in /chat/completions' form."""
-
-    choice: Any
-    allowed: frozenset[str] | None = None
-    """Names that the model may call; None: all that are offered."""
-
-
-def read_tool_choice(choice: Any, tools: OfferedTools) -> ReadChoice:
-    """Read `tool_choice`. Raises RequestError for a tool that only a provider can run."""
-    if not isinstance(choice, dict):
-        return ReadChoice(choice)
-    if choice.get("type") == "allowed_tools":
-        listed = choice.get("tools")
-        if choice.get("mode") not in ("auto", "required") or not isinstance(listed, list):
-            raise RequestError(
-                "tool_choice: allowed_tools needs a mode, 'auto' or 'required', and tools.",
-                "tool_choice",
-            )
-        return ReadChoice(choice["mode"], frozenset(_chosen(each, tools) for each in listed))
-    flat = _chosen(choice, tools)
-    return ReadChoice({"type": "function", "function": {"name": flat}})
+def choosing(choice: Any, tools: OfferedTools, is_parallel: bool | None) -> Choosing:
+    """Read `tool_choice` and `parallel_tool_calls`. Raises RequestError, also for a tool that only a
+    provider can run.
+    """
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind != "allowed_tools":
+        if isinstance(choice, dict):
+            choice = {"type": "function", "function": {"name": _chosen(choice, tools)}}
+        return read_choice(choice, tools.tools, is_parallel, _WORDS)
+    mode, listed = choice.get("mode"), choice.get("tools")
+    if mode not in ("auto", "required") or not isinstance(listed, list):
+        refuse("tool_choice", "allowed_tools needs a mode, 'auto' or 'required', and tools")
+    names = {_chosen(each, tools) for each in listed}
+    allowed = tuple(tool for tool in tools.tools if tool.name in names)
+    # The prompt lists all of them, so that it is found in the cache whichever are allowed.
+    return replace(read_choice(mode, allowed, is_parallel, _WORDS), listed=tools.tools)
 
 
 def _chosen(choice: Any, tools: OfferedTools) -> str:
     """Return the offered name of a tool that `tool_choice` names."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     if isinstance(kind, str) and _LEFT_OUT.fullmatch(kind):
-        raise RequestError(
-            f"tool_choice: only a provider can run {kind!r}, so it is not offered to the model; name"
-            " another tool.",
-            "tool_choice",
-        )
+        why = f"names {kind!r}: only a provider can run it, so it is not offered; name another tool"
+        refuse("tool_choice", why)
     name, namespace = kind, None
     if kind in (FUNCTION, CUSTOM):
         name, namespace = choice.get("name"), choice.get("namespace")
@@ -258,16 +246,12 @@ def _chosen(choice: Any, tools: OfferedTools) -> str:
         or not isinstance(name, str)
         or not isinstance(namespace, str | None)
     ):
-        raise RequestError(
-            f"tool_choice: send 'auto', 'none', {TOOL_WORDS.forced}, {TOOL_WORDS.named}, or"
-            ' {"type": "allowed_tools", ...}.',
-            "tool_choice",
-        )
+        others = '{"type": "allowed_tools", ...}'
+        why = f"needs 'auto', 'none', {_WORDS.forced}, {_WORDS.named}, or {others}"
+        refuse("tool_choice", why)
     flat = tools.flat_of(name, namespace, kind)
     if flat not in tools.flat_to_name:
-        raise RequestError(
-            f"tool_choice: tools has no tool {name[:64]!r}; send one of their names.", "tool_choice"
-        )
+        refuse("tool_choice", f"is {name[:64]!r}, but tools has no tool of this name")
     return flat
 
 
@@ -280,22 +264,16 @@ def _leaves(where: str, tools: Sequence[ResponseTool]) -> Iterator[_Leaf]:
         elif tool.type != NAMESPACE:
             yield _Leaf(at, "", tool)
         elif not tool.name:
-            raise RequestError(f"{at}.name is missing; a namespace needs a name.", f"{at}.name")
+            refuse(f"{at}.name", "is missing; a namespace needs a name")
         else:
             about = tool.description
             for leaf in _leaves(f"{at}.tools", tool.tools or ()):
                 if leaf.tool.type not in (FUNCTION, CUSTOM):
-                    raise RequestError(
-                        f"{leaf.where}.type is {leaf.tool.type[:40]!r}; a namespace has tools of type"
-                        " 'function' and 'custom'.",
-                        f"{leaf.where}.type",
-                    )
+                    why = "a namespace has tools of type 'function' and 'custom'"
+                    refuse(f"{leaf.where}.type", f"is {leaf.tool.type[:40]!r}; {why}")
                 if leaf.namespace:
                     inner = leaf.where.rpartition(".tools[")[0]
-                    raise RequestError(
-                        f"{inner} is a namespace within a namespace; move it to tools.",
-                        f"{inner}.type",
-                    )
+                    refuse(f"{inner}.type", "is a namespace within a namespace; move it to tools")
                 yield leaf._replace(namespace=tool.name, about=about)
                 about = None
 
@@ -330,21 +308,13 @@ def _read(leaf: _Leaf, flat: str) -> Tool:
     """Return a tool in the model's form. Raises RequestError."""
     where, tool = leaf.where, leaf.tool
     if tool.type not in (FUNCTION, CUSTOM, SEARCH, *_SCHEMAS):
-        raise RequestError(
-            f"{where}.type is {tool.type[:40]!r}, and this server has no schema for it; send a tool of"
-            " type 'function', 'custom' or 'namespace'.",
-            f"{where}.type",
-        )
+        why = "and this server has no schema for it; send a 'function', 'custom' or 'namespace'"
+        refuse(f"{where}.type", f"is {tool.type[:40]!r}, {why}")
     if tool.type == SHELL and not isinstance(tool.environment, dict | None):
-        raise RequestError(
-            f'{where}.environment is not an object; send {{"type": "local"}}.',
-            f"{where}.environment",
-        )
+        refuse(f"{where}.environment", 'is not an object; send {"type": "local"}')
     if tool.allowed_callers and "direct" not in tool.allowed_callers:
-        raise RequestError(
-            f"{where}.allowed_callers has no 'direct', but the model can only call directly.",
-            f"{where}.allowed_callers",
-        )
+        why = "has no 'direct', but the model can only call directly"
+        refuse(f"{where}.allowed_callers", why)
     check_depth(tool.parameters, f"{where}.parameters")
     parameters, description, strict = tool.parameters, tool.description, tool.strict
     if tool.type == CUSTOM:
@@ -367,7 +337,7 @@ def _read(leaf: _Leaf, flat: str) -> Tool:
         "strict": strict or None,
     }
     given = {name: value for name, value in function.items() if value is not None}
-    read = read_tool({"type": "function", "function": given}, where, TOOL_WORDS)
+    read = read_tool({"type": "function", "function": given}, where, _WORDS)
     held = _grammar(leaf)
     if held is None:
         return read
@@ -380,15 +350,13 @@ def _grammar(leaf: _Leaf) -> TextGrammar | None:
     if leaf.tool.type != CUSTOM or format is None or format.type == "text":
         return None
     if format.type != "grammar":
-        raise RequestError(f"{where}.type must be 'text' or 'grammar'.", f"{where}.type")
+        refuse(f"{where}.type", "must be 'text' or 'grammar'")
     if format.syntax not in SYNTAXES:
-        raise RequestError(f"{where}.syntax must be 'lark' or 'regex'.", f"{where}.syntax")
+        refuse(f"{where}.syntax", "must be 'lark' or 'regex'")
     num_chars = len(format.definition or "")
     if not format.definition or num_chars > MAX_DEFINITION_CHARS:
-        raise RequestError(
-            f"{where}.definition has {num_chars} characters; send 1 to {MAX_DEFINITION_CHARS}.",
-            f"{where}.definition",
-        )
+        why = f"has {num_chars} characters; send 1 to {MAX_DEFINITION_CHARS}"
+        refuse(f"{where}.definition", why)
     return TextGrammar(INPUT, format.syntax, format.definition)
 
 
