@@ -77,7 +77,9 @@ def is_deeper(value: Any, depth: int) -> bool:
     level = [value]
     for _ in range(depth + 1):
         level = [inner for outer in level for inner in _inner(outer)]
-    return bool(level)
+        if not level:
+            return False
+    return True
 
 
 def _complaint(schema: dict[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ import msgspec
 from hadal.gateway.api.base import check_depth, refuse
 from hadal.gateway.api.fields import log_once
 from hadal.gateway.api.responses.calls import (
+    CALL_TYPES,
     CUSTOM,
     FUNCTION,
     INPUT,
@@ -122,12 +124,13 @@ class OfferedTools:
         """Return the name by which a tool is offered to the model, or was in an earlier turn. Of two
         tools with this name, one of type `kind` is preferred.
         """
-        named = {
-            call.kind: flat
-            for flat, call in self.flat_to_name.items()
-            if (call.name, call.namespace) == (name, namespace or "")
-        }
-        return named.get(kind) or next(iter(named.values()), _flat(name, namespace or ""))
+        calls = [CallName(name, namespace or "", each) for each in (kind, *CALL_TYPES.values())]
+        found = next(filter(None, map(self._name_to_flat.get, calls)), None)
+        return found or _flat(name, namespace or "")
+
+    @cached_property
+    def _name_to_flat(self) -> dict[CallName, str]:
+        return {name: flat for flat, name in self.flat_to_name.items()}
 
 
 class _Leaf(NamedTuple):
