@@ -634,6 +634,15 @@ def test_a_call_that_does_not_fit_its_item_is_shown(name: str, arguments: str) -
         assert (item["status"] == "incomplete") is (finish == "length")
 
 
+def test_a_call_with_all_its_arguments_is_complete_even_if_the_limit_follows() -> None:
+    arguments = '{"operation": {"type": "delete_file", "path": "a"}}'
+    pieces = [*cut("apply_patch", arguments, random.Random(7), "length")]
+    events = made(parse(tools=ALL_TOOLS), pieces)
+    (item,) = response_of(events)["output"]
+    assert (item["type"], item["status"]) == ("apply_patch_call", "completed")
+    TypeAdapter(ResponseOutputItem).validate_python(item)
+
+
 async def test_the_reply_lists_the_tools_that_are_offered() -> None:
     tools = [*ALL_TOOLS, *({"type": kind} for kind in HOSTED), {"type": "tool_search"}]
     choice = {"type": "custom", "name": "run"}

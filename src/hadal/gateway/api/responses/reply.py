@@ -12,6 +12,7 @@ from hadal.core.plans import Sampling
 from hadal.gateway.api.parts import PartChange, PartFold, PartKind, PartStage, ReplyPart, parts_of
 from hadal.gateway.api.reply import KEEP_ALIVE, Head, Outcome, Usage
 from hadal.gateway.api.responses.calls import (
+    CALL_TYPES,
     CUSTOM,
     STREAMED,
     TYPE_TO_PREFIX,
@@ -132,6 +133,8 @@ class ResponseFormatter:
         if part.kind is PartKind.CALL:
             fields = call_fields(self._tools.name_of(part.name), text)
             fields["call_id"] = part.call_id
+            if status == "incomplete" and CALL_TYPES[fields["type"]] not in STREAMED:
+                status = "completed"  # Only whole arguments have become an item of this type.
         elif part.kind is PartKind.REASONING:
             content = [] if is_empty else [_content_of(part.kind, text)]
             fields = {"type": "reasoning", "summary": [], "content": content}
