@@ -403,7 +403,7 @@ def test_a_message_of_another_agent_is_read_as_the_user_s() -> None:
         more = {"type": "encrypted_content", "encrypted_content": text}
         asked = parse({**item, "content": [part, more]})
         assert asked.chat.turns[-1] == Turn("user", read)
-        assert asked.num_unreadable == num_unreadable
+        assert asked.read.num_unreadable == num_unreadable
     with pytest.raises(RequestError) as caught:
         turns_of({**item, "content": [{"type": "input_image", "image_url": "x"}]})
     assert caught.value.param == "input[1].content[0]"
@@ -447,7 +447,7 @@ def test_reasoning_belongs_to_the_assistant_turn_after_it(
 def test_an_item_that_another_server_encrypted_is_passed_over_and_counted() -> None:
     for content in ("gAAAAAB", "hadal.reasoning.1.%%", "hadal.reasoning.1._w", ""):
         asked = parse(reasoning(None, encrypted_content=content), message("assistant", "t"))
-        assert asked.num_unreadable == bool(content)
+        assert asked.read.num_unreadable == bool(content)
         assert asked.chat.turns[-1] == Turn("assistant", "t")
     assert opened(sealed("a" * 100)) == "a" * 100
 

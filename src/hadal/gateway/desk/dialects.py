@@ -178,7 +178,7 @@ class ResponsesDialect:
         before = await responses.before(tenant.name, request.previous_response_id)
         num_named = sum(map(len, bodies))
         asked, items = await service.off_loop(tenant, resolve, len(body) + num_named)
-        self._count_unreadable(asked.num_unreadable)
+        self._count_unreadable(asked.read.num_unreadable)
         turns = before.turns
         num_before = sum(turn.num_chars for turn in turns) + num_named
         work = await service.chat(body, reply_id, tenant, lambda _: asked.after(turns), num_before)

@@ -32,7 +32,6 @@ from hadal.gateway.text.asks import PastCall, Turn
 MAX_LISTED = 100
 """Maximum number of items of an input on one page."""
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_NO_TOOLS = OfferedTools()
 MESSAGE, REFERENCE = "message", "item_reference"
 _FERNET = "gAAAAA"
 """Beginning of all tokens of Fernet, the form of OpenAI's encrypted texts."""
@@ -61,7 +60,7 @@ class ItemTurns:
     """Number of texts that another server encrypted; they are passed over."""
 
 
-def turns_of(items: str | Sequence[InputItem], tools: OfferedTools = _NO_TOOLS) -> ItemTurns:
+def turns_of(items: str | Sequence[InputItem], tools: OfferedTools) -> ItemTurns:
     """Return items as turns: calls join an assistant turn just before them. Raises RequestError."""
     if isinstance(items, str):
         return ItemTurns((Turn("user", items),))

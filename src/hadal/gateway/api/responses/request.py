@@ -11,7 +11,7 @@ response instead of sending them. Independent of tokens, sockets and clocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -36,6 +36,7 @@ from hadal.gateway.api.fields import check_fields
 from hadal.gateway.api.responses.items import (
     REFERENCE,
     InputItem,
+    ItemTurns,
     needed_text,
     sources_in,
     turns_of,
@@ -110,11 +111,8 @@ class ResponseAsk:
 
     request: ResponsesRequest
     chat: ChatAsk
-    tools: OfferedTools = field(default_factory=OfferedTools)
-    call_to_path: Mapping[str, str] = field(default_factory=dict)
-    """Id of a call that an item of the input answers -> path of that item's id."""
-    num_unreadable: int = 0
-    """Number of texts that another server encrypted; they are passed over."""
+    tools: OfferedTools
+    read: ItemTurns
 
     def after(self, turns: tuple[Turn, ...]) -> ChatAsk:
         """Return the chat with earlier `turns` before the request's input. Raises RequestError."""
@@ -136,8 +134,8 @@ class ResponseAsk:
         known: set[str] = set()
         for turn in (*turns, *self.chat.turns):
             known.update(call.id for call in turn.calls)
-            if turn.call_id in self.call_to_path and turn.call_id not in known:
-                path = self.call_to_path[turn.call_id]
+            if turn.call_id in self.read.call_to_path and turn.call_id not in known:
+                path = self.read.call_to_path[turn.call_id]
                 raise RequestError(
                     f"{path}: no earlier item is a call with the id {turn.call_id[:80]!r}; send the call"
                     " before its output.",
@@ -242,7 +240,7 @@ def parse_response(
         budget_field=thinking.budget_field,
         switch_field=thinking.switch_field,
     )
-    return ResponseAsk(request, chat, tools, read.call_to_path, read.num_unreadable)
+    return ResponseAsk(request, chat, tools, read)
 
 
 def _referred(item: InputItem, index: int, known: Mapping[str, InputItem]) -> InputItem:
