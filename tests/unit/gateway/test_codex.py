@@ -124,7 +124,9 @@ def test_a_search_s_tools_are_there_from_then_on() -> None:
         "tool_search",
         {"row": 1},
     )
-    assert answer.content == "Found tools: mcp__x__find"
+    names, shown = answer.content.split("\n")
+    assert names == "Found tools: mcp__x__find"
+    assert json.loads(shown) == {"name": "mcp__x__find", "parameters": PARAMETERS}
     # Where only a provider could search, nothing would find a deferred tool.
     assert names_of(parse(tools=[{"type": "tool_search"}, later])) == ["later"]
 
@@ -340,6 +342,25 @@ async def test_an_unknown_call_is_refused_and_a_kept_one_is_known() -> None:
                 reply = await it.client.post("/v1/responses", json={**body, **more})
                 assert reply.status_code == status, reply.text
             assert "call_other" in error_of(reply, 400)["message"]
+            await it.settle()
+
+
+async def test_a_search_changes_nothing_at_the_beginning_of_the_prompt() -> None:
+    """Its tools are shown where it found them, also in a conversation that continues by id."""
+    found = namespace("mcp__x", function("find", description="Finds rows."))
+    call = {"type": "tool_search_call", "call_id": "s", "arguments": {}}
+    output = {"type": "tool_search_output", "call_id": "s", "tools": [found]}
+    with tool_model() as model:
+        async with world(model, says(lambda _: "Yes.")) as it:
+            body = {"model": "small", "tools": [SEARCH], "input": [USER, call]}
+            for items in ([USER], [USER, call, output], [USER]):
+                body["input"] = items
+                first = (await it.client.post("/v1/responses", json=body)).json()
+                body["previous_response_id"] = first["id"]
+            plain, searched, continued = (each.prompt for each in it.units.submitted)
+            assert searched[: len(plain)] == plain
+            assert continued[: len(searched)] == searched
+            assert model.vocabulary.decode(continued).count("Finds rows.") == 1
             await it.settle()
 
 

@@ -23,7 +23,7 @@ from hadal.gateway.api.responses.tools import (
     OfferedTools,
     ResponseTool,
     ToolSource,
-    names_in,
+    found_text,
     shown,
 )
 from hadal.gateway.api.sealed import opened
@@ -149,8 +149,7 @@ class _TurnFold:
         call_id = item.call_id or (item.id if item.type == "local_shell_call_output" else None)
         call_id = needed_text(call_id, f"{where}.call_id")
         if item.type == SEARCH_OUTPUT:
-            names = [self._tools.flat_of(*name) for name in names_in(item.tools or ())]
-            output = f"Found tools: {', '.join(names)}" if names else "No tool was found."
+            output = found_text(item.tools or (), self._tools)
         elif item.type == "apply_patch_call_output" and item.output is None:
             output = item.status or "completed"
         else:

@@ -45,8 +45,8 @@ from hadal.gateway.api.responses.items import (
 from hadal.gateway.api.responses.tools import (
     OfferedTools,
     ResponseTool,
-    ToolSource,
     choosing,
+    kept_sources,
     offered,
 )
 from hadal.gateway.text.asks import INT64_MAX, AnswerFormat, ChatAsk, Rendering, Turn
@@ -216,8 +216,7 @@ def parse_response(
     text = request.text or TextOptions()
     verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
     thinking = read_thinking(request, variables=verbosity)
-    before = ToolSource("previous_response_id.tools", found, is_found=True)
-    tools = offered(request.tools or (), [before, *sources_in(request.input)])
+    tools = offered(request.tools or (), [*kept_sources(found), *sources_in(request.input)])
     calls = choosing(request.tool_choice, tools, request.parallel_tool_calls)
     read = turns_of(request.input, tools)
     format = _format_of(text)

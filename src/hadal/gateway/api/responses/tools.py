@@ -14,6 +14,7 @@ order. Values in, values out; independent of tokens.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,6 +112,8 @@ class OfferedTools:
     """Tools of a request that the model is offered."""
 
     tools: tuple[Tool, ...] = ()
+    listed: tuple[Tool, ...] = ()
+    """Tools at the beginning of the prompt: all that no search found."""
     staying: tuple[ResponseTool, ...] = ()
     """Tools of items, in the client's form. A conversation that continues still offers them."""
     flat_to_name: Mapping[str, CallName] = field(default_factory=dict)
@@ -148,14 +151,22 @@ class _Leaf(NamedTuple):
         name = self.tool.name or "" if kind in (FUNCTION, CUSTOM) else kind
         return CallName(name, self.namespace, kind)
 
-    @property
-    def alone(self) -> ResponseTool:
-        """Return the tool without its list, but in its namespace."""
+    def kept(self, *, is_found: bool) -> ResponseTool:
+        """Return the tool without its list, but in its namespace. `is_found`: a search found it."""
+        tool = msgspec.structs.replace(self.tool, defer_loading=is_found)
         if not self.namespace:
-            return self.tool
+            return tool
         return ResponseTool(
-            type=NAMESPACE, name=self.namespace, description=self.about, tools=[self.tool]
+            type=NAMESPACE, name=self.namespace, description=self.about, tools=[tool]
         )
+
+
+def kept_sources(tools: Sequence[ResponseTool]) -> list[ToolSource]:
+    """Return the sources of tools that stay from an earlier response."""
+    found: dict[bool, list[ResponseTool]] = {False: [], True: []}
+    for tool in tools:
+        found[bool((tool.tools or [tool])[0].defer_loading)].append(tool)
+    return [ToolSource("previous_response_id.tools", found[each], each) for each in found]
 
 
 def offered(given: Sequence[ResponseTool], in_items: Sequence[ToolSource]) -> OfferedTools:
@@ -167,6 +178,7 @@ def offered(given: Sequence[ResponseTool], in_items: Sequence[ToolSource]) -> Of
     searches = any(leaf.tool.type == SEARCH for _, found in leaves for leaf in found)
     name_to_leaf: dict[CallName, _Leaf] = {}
     staying: set[CallName] = set()
+    listed: set[CallName] = set()
     for source, found in leaves:
         names: set[CallName] = set()
         for leaf in found:
@@ -180,6 +192,8 @@ def offered(given: Sequence[ResponseTool], in_items: Sequence[ToolSource]) -> Of
             name_to_leaf[leaf.name] = leaf
         if source is not sources[0]:
             staying |= names
+        if not source.is_found:
+            listed |= names
     check_num_tools(len(name_to_leaf))
     tools, flat_to_name = [], dict[str, CallName]()
     for name, leaf in name_to_leaf.items():
@@ -189,13 +203,30 @@ def offered(given: Sequence[ResponseTool], in_items: Sequence[ToolSource]) -> Of
     num_chars = sum(len(each.input.definition) for each in tools if each.input is not None)
     if num_chars > MAX_HELD_BYTES:
         refuse("tools", f"has grammars of {num_chars} characters; {MAX_HELD_BYTES} are allowed")
-    kept = tuple(leaf.alone for name, leaf in name_to_leaf.items() if name in staying)
-    return OfferedTools(checked_tools(tuple(tools), _WORDS), kept, flat_to_name)
+    # Without a listed tool the prompt would not have the form of a call: then all are listed.
+    return OfferedTools(
+        checked_tools(tuple(tools), _WORDS),
+        tuple(each for each in tools if flat_to_name[each.name] in listed) or tuple(tools),
+        tuple(
+            leaf.kept(is_found=name not in listed)
+            for name, leaf in name_to_leaf.items()
+            if name in staying
+        ),
+        flat_to_name,
+    )
 
 
-def names_in(tools: Sequence[ResponseTool]) -> list[CallName]:
-    """Return the names of all tools that may be offered."""
-    return [leaf.name for leaf in _leaves("tools", tools)]
+def found_text(found: Sequence[ResponseTool], tools: OfferedTools) -> str:
+    """Return the result of a search: names, and tools missing at the beginning of the prompt. That
+    beginning therefore stays in the cache.
+    """
+    names = [tools.flat_of(*leaf.name) for leaf in _leaves("tools", found)]
+    if not names:
+        return "No tool was found."
+    listed = {tool.name for tool in tools.listed}
+    shown = {tool.name: tool.fields["function"] for tool in tools.tools if tool.name not in listed}
+    texts = [json.dumps(shown[name], ensure_ascii=False) for name in names if name in shown]
+    return "\n".join((f"Found tools: {', '.join(names)}", *texts))
 
 
 def shown(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
@@ -225,14 +256,16 @@ def choosing(choice: Any, tools: OfferedTools, is_parallel: bool | None) -> Choo
     if kind != "allowed_tools":
         if isinstance(choice, dict):
             choice = {"type": "function", "function": {"name": _chosen(choice, tools)}}
-        return read_choice(choice, tools.tools, is_parallel, _WORDS)
+        found = read_choice(choice, tools.tools, is_parallel, _WORDS)
+        is_whole = not found.tools or len(tools.listed) == len(tools.tools)
+        return found if is_whole else replace(found, listed=tools.listed)
     mode, listed = choice.get("mode"), choice.get("tools")
     if mode not in ("auto", "required") or not isinstance(listed, list):
         refuse("tool_choice", "allowed_tools needs a mode, 'auto' or 'required', and tools")
     names = {_chosen(each, tools) for each in listed}
     allowed = tuple(tool for tool in tools.tools if tool.name in names)
-    # The prompt lists all of them, so that it is found in the cache whichever are allowed.
-    return replace(read_choice(mode, allowed, is_parallel, _WORDS), listed=tools.tools)
+    # The prompt lists the others too, so that it is found in the cache whichever are allowed.
+    return replace(read_choice(mode, allowed, is_parallel, _WORDS), listed=tools.listed)
 
 
 def _chosen(choice: Any, tools: OfferedTools) -> str:
