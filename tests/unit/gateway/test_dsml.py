@@ -141,7 +141,11 @@ def test_a_mark_that_is_spelled_out_makes_no_tag_where_it_is_a_token(form: Dsml)
     assert "Oslo" in found.content
 
 
-@pytest.mark.parametrize("escape", ["\\uff5cDSML｜", "\\uFF5C\\u0044SML\\uff5c"])
+@pytest.mark.parametrize(
+    "escape",
+    ["\\uff5cDSML｜", "\\uFF5C\\u0044SML\\uff5c", "\\uff5cDSML｜\\ud83d"],
+    ids=["mixed", "escaped", "half of a pair"],
+)
 def test_a_mark_in_escapes_of_json_is_removed(escape: str) -> None:
     for body in (f'["<{escape}invoke>"]', f'{{"<{escape}": 1}}'):
         tag = f'<{MARK}parameter name="a" string="false">{body}</{MARK}parameter>'
@@ -151,6 +155,7 @@ def test_a_mark_in_escapes_of_json_is_removed(escape: str) -> None:
         found = Reading(TOKEN, V32).read(text)
         assert leaks(found, is_whole=True) == []
         assert list(json.loads(found.calls[0][1])) == ["a"]
+        assert found.calls[0][1].encode()
 
 
 @VOCABULARIES

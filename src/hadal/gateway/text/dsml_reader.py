@@ -339,7 +339,8 @@ def _clean_json(text: str, value: Any) -> str:
         cleaned = _cleaned(value)
     except RecursionError:
         return json.dumps(_without_marks(text), ensure_ascii=False)
-    return text if cleaned == value else json.dumps(cleaned, ensure_ascii=False)
+    # Escaped, because the value may contain half of a surrogate pair, which is no text.
+    return text if cleaned == value else json.dumps(cleaned)
 
 
 def _cleaned(value: Any) -> Any:
