@@ -311,21 +311,69 @@ def responded(service: Service, tools: Sequence[dict[str, Any]], choice: str) ->
     return work.choices[0]
 
 
+def allows(service: Service, offered: dict[str, Any], text: str) -> bool:
+    """Return True if a required call of the tool may be written so."""
+    reply = asked(service, [offered], tool_choice="required", thinking={"type": "disabled"})
+    grammar = reply.generation.sampling.grammar
+    assert grammar is not None
+    follower, drawer = Follower(grammar, []), Drawer(TOKEN)
+    for token in TOKEN.encode_controlled(text):
+        if token not in drawer.allowed(follower):
+            return False
+        follower.advance([token])
+    return True
+
+
 @EACH_FORM
 def test_a_text_with_a_format_stays_plain_unless_its_tool_is_strict(form: Dsml) -> None:
     schema = closed(url={"type": "string", "format": "uri", "description": "where"})
     plain = written(form, ("f", {"url": "https://a.example/b?c=d"}))
     with service_of(form, TOKEN) as service:
         for strict in (False, True):
-            tools = [tool("f", schema, strict)]
-            reply = asked(service, tools, tool_choice="required", thinking={"type": "disabled"})
-            grammar, follower = reply.generation.sampling.grammar, None
-            assert grammar is not None
-            follower, drawer, is_allowed = Follower(grammar, []), Drawer(TOKEN), True
-            for token in TOKEN.encode_controlled(plain):
-                is_allowed = is_allowed and token in drawer.allowed(follower)
-                follower.advance([token])
-            assert is_allowed != strict
+            assert allows(service, tool("f", schema, strict), plain) != strict
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"pattern": r"^\d+$"}, ["7"], ["٣"]),
+        ({"pattern": r"^[\w.-]\W\D$"}, ["a-b", "-éé"], ["é-b", "a-3"]),
+        ({"pattern": "^(a|b/)[$|^]$"}, ["a|", "b/$"], ["c|", "ac"]),
+        ({"pattern": "(?:a|^b)c"}, [], ["ac"]),
+        ({"minLength": 2000}, ["x" * 2000], ["x"]),
+        ({"minLength": 5000}, [], ["x"]),
+        ({"minLength": 9000, "maxLength": 20_000}, [], ["x"]),
+    ],
+    ids=str,
+)
+def test_a_plain_text_follows_its_keywords_as_json_does(
+    schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    """What plain text cannot follow is JSON. Classes of characters are ASCII in both."""
+    offered = tool("f", closed(a={"type": "string", **schema}))
+    with service_of(V32, TOKEN) as service:
+        for text in (*good, *bad):
+            assert allows(service, offered, written(V32, ("f", {"a": text}))) == (text in good)
+
+
+@pytest.mark.parametrize("length", [250, 500])
+def test_every_name_that_a_call_may_have_is_read(length: int) -> None:
+    schema = closed(**{"n" * length: {"enum": [1]}})
+    drawer = Drawer(TOKEN)
+    with service_of(V32, TOKEN) as service:
+        reply = asked(
+            service, [tool("f", schema)], tool_choice="required", thinking={"type": "disabled"}
+        )
+        grammar = reply.generation.sampling.grammar
+        assert grammar is not None
+        for seed in range(20):
+            tokens = drawer.drawn(grammar, random.Random(seed), [])
+            if tokens[-1] == drawer.end:
+                break
+        _, calls, finish = read(reply, tokens, drawer.end)
+    assert finish == "tool_calls"
+    for _, arguments in calls:
+        jsonschema.validate(json.loads(arguments), schema)
 
 
 @VOCABULARIES

@@ -39,8 +39,14 @@ _REFERRED = ("#/$defs/", "#/definitions/")
 _NO_TEXT = ["object", "array", "number", "integer", "boolean", "null"]
 _ODD = re.compile(r'["<>\n]|' + MARK)
 """Parts that a parameter's name cannot have."""
-_MAX_TEXT = 10_000
-"""Longest `minLength` or `maxLength` that is followed in plain text."""
+_MAX_LEAST, _MAX_MOST = 2_000, 10_000
+"""Largest `minLength` and `maxLength` that are followed in plain text."""
+_MAX_NAME = 256
+"""Longest name of a parameter: a reader takes a longer tag for text (gateway/text/dsml_reader)."""
+_SAME = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
+"""Part of a JSON schema's pattern -> its form in a grammar, where classes are not of ASCII alone."""
+_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""Character of a pattern, escape, or class of characters."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ def _is_plain(schema: dict[str, Any], properties: Any, required: Any) -> bool:
     """Return True if parameters can express the schema."""
     if not (set(schema) <= _OBJECT and schema.get("type", "object") == "object"):
         return False
-    if any(_ODD.search(name) for name in properties):
+    if any(_ODD.search(name) or len(name) > _MAX_NAME for name in properties):
         return False
     if any(properties.get(name, False) is False for name in required):
         return False
@@ -192,17 +198,18 @@ def _split(
         return [text for texts, _ in split for text in texts], {"anyOf": others} if others else None
     if keys and keys <= {"type", "enum", "const"} and keys & {"enum", "const"}:
         return _split_values(value, kinds, tags)
-    lengths = [value.get(key) for key in ("minLength", "maxLength")]
+    least, most = value.get("minLength", 0), value.get("maxLength")
     pattern = _whole_pattern(value.get("pattern", ""))
     if (
         kinds is not None
         and "string" in kinds
         and keys <= {"type", "minLength", "maxLength", "pattern"}
         and pattern is not None
-        and all(each is None or 0 <= each <= _MAX_TEXT for each in lengths)
+        and 0 <= least <= min(_MAX_LEAST, _MAX_MOST if most is None else most)
+        and (most is None or most <= _MAX_MOST)
     ):
         left = [kind for kind in kinds if kind != "string"]
-        text = tags.text_to_end("parameter>\n", lengths[0] or 0, lengths[1], pattern)
+        text = tags.text_to_end("parameter>\n", least, most, pattern)
         return [text], {"type": left} if left else None
     return [], value
 
@@ -211,19 +218,22 @@ def _whole_pattern(pattern: str) -> str | None:
     """Return the pattern of all texts that contain a match of `pattern`; "" for all texts, None if
     the pattern has anchors within.
     """
-    if not pattern:
-        return ""
-    inner = pattern.removeprefix("^")
-    is_ended = inner.endswith("$") and not inner.endswith("\\$")
-    inner = inner[:-1] if is_ended else inner
-    is_anchored = pattern.startswith("^") or is_ended
-    bare = re.sub(r"\\.|\[\^", "", inner, flags=re.DOTALL)
-    if "^" in bare or "$" in bare or ("|" in bare and is_anchored):
-        return None
-    before = "" if pattern.startswith("^") else "(?s:.*)"
-    behind = "" if is_ended else "(?s:.*)"
-    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", inner, flags=re.DOTALL)
-    return f"{before}(?:{escaped}){behind}".replace("\n", "\\n")
+    atoms = _ATOM.findall(pattern)
+    before = behind = "(?s:.*)"
+    if atoms[:1] == ["^"]:
+        before, atoms = "", atoms[1:]
+    if atoms[-1:] == ["$"]:
+        behind, atoms = "", atoms[:-1]
+    depth = 0
+    for atom in atoms:
+        depth += (atom == "(") - (atom == ")")
+        is_split = atom == "|" and not depth and not (before and behind)
+        if atom in ("^", "$") or is_split:
+            return None
+    inner = re.sub(
+        r"\\.|/", lambda found: _SAME.get(found[0], found[0]), "".join(atoms), flags=re.DOTALL
+    )
+    return f"{before}(?:{inner}){behind}".replace("\n", "\\n") if pattern else ""
 
 
 def _split_values(
