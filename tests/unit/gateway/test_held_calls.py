@@ -45,6 +45,7 @@ from hadal.gateway.text.tools import (
 )
 from hadal.roles.front.names import FrontNames
 from hadal.tokens.grammars import Follower, Grammars, TextRows, calls_text, grammar_text
+from hadal.tokens.lark import TextGrammar
 from tests.schemas import SCHEMAS, closed
 
 from .test_formats import intersections
@@ -566,3 +567,36 @@ def test_the_processor_time_of_all_checks_is_limited(monkeypatch: pytest.MonkeyP
         ("f2", True),
         ("f3", True),
     }
+
+
+def test_the_processor_time_of_all_grammars_of_clients_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their forms are remembered, the most recently used ones."""
+    asked: list[str] = []
+
+    def forms_of(process: ConfinedProcess, syntax: str, definition: str) -> tuple[str, str, float]:
+        asked.append(definition)
+        return f"start: {definition}", f"PLAIN: {definition}", 0.9
+
+    def custom(number: int) -> Tool:
+        grammar = TextGrammar("input", "lark", f'"{number}"')
+        return replace(tool(f"f{number}", closed(input={"type": "string"})), input=grammar)
+
+    monkeypatch.setattr(ConfinedProcess, "forms_of", forms_of)
+    with closing(Formats(lambda *said: None)) as formats:
+
+        def num_asked(*numbers: int) -> int:
+            asked.clear()
+            choosing = Choosing(tuple(map(custom, numbers)))
+            formats.calls_text(Calls(V31, choosing), VOCABULARY.control_ids)
+            return len(asked)
+
+        with pytest.raises(RequestError, match=r"'f2': .* more than 2 s"):
+            num_asked(*range(5))
+        assert len(asked) == 3
+        assert num_asked(*range(4)) == 1
+        for number in range(100):
+            num_asked(0, number)
+        assert num_asked(0, 99) == 0
+        assert num_asked(1) == 1

@@ -38,11 +38,15 @@ CPU_S = 0.25
 step waits. Of 608 third-party schemas, the slowest took 0.05 s.
 """
 TOOLS_CPU_S = 2.0
-"""Maximum processor time for checking the schemas of one request's tools. 128 tools with 100 KiB
-took 0.4 s.
+"""Maximum processor time for checking the schemas and grammars of one request's tools. 128 tools
+with 100 KiB took 0.4 s.
 """
 _KEPT = 4096
 """Number of grammars with a remembered result."""
+_KEPT_INPUTS = 64
+"""Number of clients' grammars with remembered forms: each has at most about 0.5 MiB, as CPU_S ends
+longer work.
+"""
 _MAX_WHY_CHARS = 160
 
 LogOnce = Callable[[str, str, str], None]
@@ -108,7 +112,7 @@ class Formats:
             )
             return text, self._check(checked).why
 
-        choosing = self._followed(self._with_forms(calls.choosing))
+        choosing = self._followed(calls.choosing)
         text, why = combined(choosing)
         if why and any(tool.schema is not None and not tool.is_strict for tool in choosing.tools):
             text, why = combined(self._strict_only(choosing, why))
@@ -119,8 +123,9 @@ class Formats:
         return text
 
     def _followed(self, choosing: Choosing) -> Choosing:
-        """Return the tools without the schemas that cannot be followed, and log these. Raises
-        RequestError for the schema of a strict tool.
+        """Return the tools without the schemas that cannot be followed, and log these; grammars of
+        clients have the forms that calls need. Raises RequestError for a grammar, and for the schema
+        of a strict tool.
         """
         left_s, num_bytes = TOOLS_CPU_S, 0
         name_to_tool = {tool.name: tool for tool in choosing.tools}
@@ -128,6 +133,9 @@ class Formats:
             why = ""
             if not tool.is_strict:
                 tool, why = followed(tool, MAX_HELD_BYTES - num_bytes)
+            if tool.input is not None and left_s > 0:
+                tool, cpu_s = self._with_forms(tool, tool.input)
+                left_s -= cpu_s
             num_bytes += num_schema_bytes(tool)
             if tool.schema is not None and left_s > 0:
                 why, cpu_s = self._check(arguments_text(tool.arguments))
@@ -141,29 +149,24 @@ class Formats:
             name_to_tool[tool.name] = self._any_object(tool, why) if why else tool
         return replace(choosing, tools=tuple(name_to_tool.values()))
 
-    def _with_forms(self, choosing: Choosing) -> Choosing:
-        """Return the tools with their own grammars in the forms that calls have. Raises RequestError
-        with the parser's words for a grammar that cannot be followed.
+    def _with_forms(self, tool: Tool, given: TextGrammar) -> tuple[Tool, float]:
+        """Return the tool with its grammar in the forms that calls have, and the processor time of
+        reading it. Raises RequestError with the parser's words for a grammar that cannot be
+        followed.
         """
-        tools = []
-        for tool in choosing.tools:
-            if tool.input is None:
-                tools.append(tool)
-                continue
-            if (read := self._inputs.get(tool.input)) is None:
-                given = tool.input
-                try:
-                    escaped, plain = self._confined().forms_of(given.syntax, given.definition)
-                except GrammarError as error:
-                    raise RequestError(
-                        f"Invalid grammar for tool {tool.name!r}: {error}.", tool.schema_field
-                    ) from None
-                read = replace(given, escaped=escaped, plain=plain)
-                self._inputs[given] = read
-                if len(self._inputs) > _KEPT:
-                    self._inputs.popitem(last=False)
-            tools.append(replace(tool, input=read))
-        return replace(choosing, tools=tuple(tools))
+        cpu_s, read = 0.0, self._inputs.pop(given, None)
+        if read is None:
+            try:
+                escaped, plain, cpu_s = self._confined().forms_of(given.syntax, given.definition)
+            except GrammarError as error:
+                raise RequestError(
+                    f"Invalid grammar for tool {tool.name!r}: {error}.", tool.schema_field
+                ) from None
+            read = replace(given, escaped=escaped, plain=plain)
+        self._inputs[given] = read
+        if len(self._inputs) > _KEPT_INPUTS:
+            self._inputs.popitem(last=False)
+        return replace(tool, input=read), cpu_s
 
     def _strict_only(self, choosing: Choosing, why: str) -> Choosing:
         """Return the tools with the schemas of strict ones only."""

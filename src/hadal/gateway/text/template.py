@@ -131,15 +131,17 @@ class ConfinedProcess:
             return Checked(str(error), float(self._limits[0]) + _RESTART_S)
         return Checked(why, float(cpu_s))
 
-    def forms_of(self, syntax: str, definition: str) -> tuple[str, str]:
-        """Return a client's grammar in its JSON form and its plain form (tokens/grammars). Raises
-        GrammarError, also if a limit is exceeded, and ApiError as `render` does.
+    def forms_of(self, syntax: str, definition: str) -> tuple[str, str, float]:
+        """Return a client's grammar in its JSON form and its plain form (tokens/grammars), and the
+        processor time in seconds. Raises GrammarError, also if a limit is exceeded, and ApiError as
+        `render` does.
         """
         try:
-            escaped, plain = json.loads(self._answer(["forms", syntax, definition]))
+            cpu_s, _, forms = self._answer(["forms", syntax, definition]).partition(":")
         except _RefusedError as error:
             raise GrammarError(str(error)) from None
-        return escaped, plain
+        escaped, plain = json.loads(forms)
+        return escaped, plain, float(cpu_s)
 
     def _answer(self, call: list[Any]) -> str:
         what = _OF_TEMPLATE if call[0] == "render" else "the process that checks formats"
@@ -283,15 +285,13 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
             try:
                 if call[0] == "parse":
                     template, reply = parsed(call[1]), {"ok": ""}
-                elif call[0] == "check":
-                    begun_s = time.process_time()
-                    why = complaint(*call[1:]) or ""
-                    reply = {"ok": f"{time.process_time() - begun_s:.6f}:{why}"}
-                elif call[0] == "forms":
-                    reply = {"ok": json.dumps(forms_of(*call[1:]))}
-                else:
+                elif call[0] == "render":
                     assert template is not None
                     reply = {"ok": _rendered(template, *call[1:])}
+                else:
+                    begun_s, is_check = time.process_time(), call[0] == "check"
+                    found = complaint(*call[1:]) if is_check else json.dumps(forms_of(*call[1:]))
+                    reply = {"ok": f"{time.process_time() - begun_s:.6f}:{found or ''}"}
             except RecursionError:
                 reply = {"error": "it nests too deeply"}
             except MemoryError:
