@@ -2,7 +2,8 @@
 
 Most templates of this family write all system messages at the prompt's beginning. A client that
 adds one in each round would then change the beginning each time, and find nothing in the cache.
-Such a message goes into the turn before it, in the marks of DeepSeek's converter (deepseek-recipe).
+V3.2's writes it behind the header of the reply, where it would be the model's own words. Such a
+message goes into the turn before it, in the marks of DeepSeek's converter (deepseek-recipe).
 One between the first text of the user and the first answer goes to the beginning: it never moves
 again, and conversations that begin with other words share it.
 
@@ -25,8 +26,11 @@ SAMPLE = ({"role": "user", "content": FIRST}, {"role": "system", "content": SECO
 
 
 def keeps_places(rendered: str) -> bool:
-    """Return True if a template kept the place of the system message in SAMPLE."""
-    return 0 <= rendered.find(FIRST) < rendered.find(SECOND)
+    """Return True if a template kept the place of the system message in SAMPLE, before the header
+    of the reply.
+    """
+    is_last = rendered.rstrip().endswith(SECOND)
+    return 0 <= rendered.find(FIRST) < rendered.find(SECOND) and not is_last
 
 
 def in_place(turns: Sequence[Turn]) -> tuple[Turn, ...]:
