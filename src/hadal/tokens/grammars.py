@@ -233,7 +233,7 @@ def _any_text(part: AnyText) -> str:
     if part.pattern:
         terms.append(f"/{part.pattern}/")
     if part.without:
-        terms.append(f"~/{'|'.join(map(pattern_of, part.without))}/")
+        terms.append(f"~/(?:{'|'.join(map(pattern_of, part.without))})/")
     if part.grammar is not None:
         terms.append(PLAIN)
     whole = f"({' & '.join(terms)})" + (f" {json.dumps(part.end)}" if part.end else "")

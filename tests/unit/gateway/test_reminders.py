@@ -94,12 +94,14 @@ def test_a_system_message_goes_into_the_turn_before_it() -> None:
         Turn("assistant", "5", reasoning="r"),
         Turn("system", "6"),
         Turn("user", "7"),
+        Turn("user", "8"),
     )
     assert in_place(turns) == (
         *turns[:4],
         Turn("tool", "3\n<system-reminder>\n4\n</system-reminder>", call_id="a"),
         turns[6],
         Turn("user", "<system-reminder>\n6\n</system-reminder>\n7"),
+        turns[-1],
     )
 
 

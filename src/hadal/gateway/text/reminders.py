@@ -36,15 +36,16 @@ def keeps_places(rendered: str) -> bool:
 def in_place(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """Return the turns without system messages, except for those at the beginning."""
     found: list[Turn] = []
+    is_reminder = False
     for turn in _with_first_ones_ahead(turns):
-        if turn.role == "system" and found and found[-1].role != "system":
+        follows_one = is_reminder and turn.role == "user"
+        is_reminder = turn.role == "system" and bool(found) and found[-1].role != "system"
+        if is_reminder:
             text = f"<system-reminder>\n{turn.content}\n</system-reminder>"
             role = "tool" if found[-1].role == "tool" else "user"
             turn = Turn(role, text, call_id=found[-1].call_id)
-        elif turn.role != "user":
-            found.append(turn)
-            continue
-        if found and found[-1].role == turn.role:
+        # Other turns of one role stay apart, as in a chat without reminders.
+        if (is_reminder or follows_one) and found[-1].role == turn.role:
             found[-1] = replace(found[-1], content=f"{found[-1].content}\n{turn.content}")
         else:
             found.append(turn)
