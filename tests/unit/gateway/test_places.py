@@ -144,9 +144,10 @@ def test_calls_belong_to_their_message(written: str) -> None:
     """The second form is one in which a template does not write the arguments as they came."""
     call = PastCall("1", "find_rain", '{"city": "Rome"}')
     turns = [Turn("user", "rain?"), Turn("assistant", "", (call,)), Turn("tool", "none", (), "1")]
-    text = f"<u>rain?<a>call find_rain {written}<t>none<a>"
-    texts = texts_of(text, places_of(text, turns))
-    assert written in texts[PromptPart("assistant", 1)]
+    text = f"find_rain<u>rain?<a>call find_rain {written}<t>none<a>"
+    texts = texts_of(text, places_of(text, turns, ["find_rain"]))
+    assert f"find_rain {written}" in texts[PromptPart("assistant", 1)]
+    assert texts[PromptPart(TOOLS)] == "find_rain<u>"
     assert texts[PromptPart("tool", 2)].endswith("none")
     assert texts[PromptPart(REPLY)] == "<a>"
 

@@ -24,11 +24,11 @@ _DISTINCT_CHARS = 16
 _NEAR_CHARS = 1 << 18
 """Longest distance to a short message: a list of tools may stand before it."""
 _CALL_CHARS = 1 << 12
-"""Longest distance between a call and the text before it, besides its turn's reasoning. A template
-may write arguments in a form of its own, so that each call is searched in vain.
-"""
+"""Longest distance between a call's name and the text before it, besides its turn's reasoning."""
 _ESCAPED = 6
 """Most characters that a template writes for one of a message: JSON's escapes."""
+_GAP_CHARS = 256
+"""Longest distance between a call's name and its arguments."""
 _NUM_NAMES = 3
 """Tool names to search for; one of them shows the place of the list of tools."""
 
@@ -111,14 +111,14 @@ def _span_of(text: str, turn: Turn, index: int, position: int, missed: int) -> _
         after = span.end if span is not None else position
         most = after + missed + len(turn.reasoning) + _CALL_CHARS
         said = call.arguments
-        start = text.find(said, after, most + len(said)) if said else -1
-        is_open = start < 0  # The template writes the arguments in a form of its own.
-        if is_open:
-            said = call.name
-            start = text.find(said, after, most + len(said))
-        if start >= 0:
-            first = span.start if span is not None else start
-            span = _TurnSpan(first, start + len(said), index, is_open)
+        start = text.find(call.name, after, most + len(call.name))
+        if start < 0:
+            continue
+        end = start + len(call.name)
+        at = text.find(said, end, end + _GAP_CHARS + len(said)) if said else -1
+        is_open = at < 0  # The template writes the arguments in a form of its own.
+        first = span.start if span is not None else start
+        span = _TurnSpan(first, end if is_open else at + len(said), index, is_open)
     return span
 
 
