@@ -12,6 +12,7 @@ import pytest
 from hadal.core.messages.generation import Token
 from hadal.gateway.text.dsml import FORMS, V4, V32, V41, Dsml
 from hadal.gateway.text.dsml_grammar import MARK
+from hadal.gateway.text.dsml_reader import TagScanner
 from hadal.gateway.text.piece import Piece
 from hadal.gateway.text.stream import Assembler, Calls, TextReading
 from hadal.gateway.text.tools import Choosing
@@ -246,3 +247,13 @@ def test_a_stop_string_ends_the_text_before_calls(form: Dsml) -> None:
         piece.add(assembler.end("stop"))
         assert piece.content == content
         assert sum(bool(delta.id) for delta in piece.calls) == num_calls
+
+
+def test_many_line_breaks_cost_little() -> None:
+    """A model may draw them until a limit ends its reply. A search from each of them would take an
+    hour.
+    """
+    scanner = TagScanner(is_token=True, holds_breaks=True)
+    breaks = "\n" * 400_000
+    assert scanner.feed(breaks) == []
+    assert scanner.feed("x") == [f"{breaks}x"]

@@ -77,8 +77,6 @@ _ENDS = {
 }
 _INVOKE_REST = re.compile(r'(.*?)">', re.DOTALL)
 _PARAMETER_REST = re.compile(r'(.*?)"(?: string="(true|false)")? *>', re.DOTALL)
-_TAIL = re.compile(r"\n*(?:</?)?\Z")
-_TAG_BEGIN = re.compile(r"(?:</?)?\Z")
 
 
 class TagScanner:
@@ -89,7 +87,6 @@ class TagScanner:
         breaks until it is clear that no calls follow; line breaks before calls are dropped.
         """
         self._spelled = None if is_token else Matcher((MARK,))
-        self._tail = _TAIL if holds_breaks else _TAG_BEGIN
         self._drops_breaks = holds_breaks
         self._held = ""
 
@@ -104,18 +101,19 @@ class TagScanner:
             is_end = text[begin:at] == "</"
             tag, length = (None, 0) if begin == at else _tag(text[at + 1 :], is_end)
             if length < 0:
-                begin = len(text[:begin].rstrip("\n")) if self._drops_breaks else begin
-                self._held = text[begin:]
-                return [*parts, *filter(None, [text[:begin]])]
+                return [*parts, *self._shown(text, begin)]
             before = text[:begin]
             if tag is not None and tag.opens_calls and self._drops_breaks:
                 before = before.rstrip("\n")
             parts += [each for each in (before, tag) if each]
             text = text[at + 1 + length :]
-        found = self._tail.search(text)
-        assert found is not None
-        self._held = text[found.start() :]
-        return [*parts, *filter(None, [text[: found.start()]])]
+        return [*parts, *self._shown(text, len(text) - len(_bracket(text, len(text))))]
+
+    def _shown(self, text: str, end: int) -> list[str]:
+        """Return the text that is certain, and hold the rest: a tag may begin at `end`."""
+        end = len(text[:end].rstrip("\n")) if self._drops_breaks else end
+        self._held = text[end:]
+        return [text[:end]] if end else []
 
     def flush(self) -> list[str | CallTag]:
         """Return the held text, without an incomplete tag: no more text follows in this section."""
