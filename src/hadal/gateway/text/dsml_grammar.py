@@ -192,8 +192,10 @@ def _split(
         if isinstance(target, dict):
             texts, rest = _split(target, whole, tags, depth + 1)
             return (texts, rest) if texts else ([], value)
-    if keys == {"anyOf"} and depth < 8 and all(isinstance(each, dict) for each in value["anyOf"]):
-        split = [_split(each, whole, tags, depth + 1) for each in value["anyOf"]]
+    # Only a "oneOf" of which no value matches two schemas passes the check: it equals "anyOf".
+    options = value.get("anyOf", value.get("oneOf")) if len(keys) == 1 and depth < 8 else None
+    if options is not None and all(isinstance(each, dict) for each in options):
+        split = [_split(each, whole, tags, depth + 1) for each in options]
         others = [rest for _, rest in split if rest is not None]
         return [text for texts, _ in split for text in texts], {"anyOf": others} if others else None
     if keys and keys <= {"type", "enum", "const"} and keys & {"enum", "const"}:
