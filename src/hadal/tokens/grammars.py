@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from hadal.core.plans import Grammar
 from hadal.tokens.escapes import GrammarError
-from hadal.tokens.lark import PLAIN, TextGrammar, escaped_lark, plain_lark
+from hadal.tokens.lark import PLAIN, TextGrammar, forms_of_text
 from hadal.tokens.table import TokenTable
 
 if TYPE_CHECKING:
@@ -266,8 +266,7 @@ def forms_of(syntax: str, definition: str) -> tuple[str, str]:
         raise GrammarError("a Lark grammar begins with a rule")
     if (said := complaint(as_grammar(definition))) is not None:
         raise GrammarError(said)
-    escaped = escaped_lark(syntax, definition, _starts)
-    return escaped, plain_lark(syntax, definition, _starts)
+    return forms_of_text(syntax, definition, _starts)
 
 
 def _starts(regex: str) -> frozenset[str]:

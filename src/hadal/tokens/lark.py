@@ -83,39 +83,26 @@ class TextGrammar:
     definition: str
     """Grammar of the text, as the client sent it."""
     escaped: str = field(default="", compare=False)
-    """Lark grammar of the text as JSON writes it, from `escaped_lark`; "" before it is made."""
+    """Lark grammar of the text as JSON writes it, from `forms_of_text`; "" before it is made."""
     plain: str = field(default="", compare=False)
-    """Definition of the terminal PLAIN, which is the text itself, from `plain_lark`; "" if there is
-    none.
-    """
+    """Definition of the terminal PLAIN, which is the text itself; "" if there is none."""
 
 
-def escaped_lark(syntax: str, definition: str, starts: StartsWith) -> str:
-    """Return the Lark grammar of a text's JSON form, without quotes. Raises GrammarError for a part
+def forms_of_text(syntax: str, definition: str, starts: StartsWith) -> tuple[str, str]:
+    """Return the Lark grammar of a text's JSON form, without quotes, and the definition of PLAIN, a
+    terminal that is the text itself; "" if a rule contains itself. Raises GrammarError for a part
     that llguidance accepts and that has no such form.
     """
-    if syntax == "regex":
-        return f"start: {Forms(starts, is_split=False).regex(definition, '')}"
-    name_to_parts = _read(definition)
+    is_lark = syntax == "lark"
+    name_to_parts = _read(definition) if is_lark else {"start": [_Part("regex", definition)]}
     is_split = _contains_itself(name_to_parts)
-    forms = Forms(starts, is_split=is_split)
-    return "\n".join(
-        ["start: " + _name_of("start", is_split=is_split), *_lines(name_to_parts, forms)]
-    )
-
-
-def plain_lark(syntax: str, definition: str, starts: StartsWith) -> str:
-    """Return the definition of PLAIN, a terminal that is the text itself; "" if a rule contains
-    itself. Raises GrammarError as `escaped_lark` does.
-    """
-    forms = Forms(starts, is_split=False, is_json=False)
-    if syntax == "regex":
-        return f"{PLAIN}: {forms.regex(definition, '')}"
-    name_to_parts = _read(definition)
-    if _contains_itself(name_to_parts):
-        return ""
-    start = _name_of("start", is_split=False)
-    return "\n".join([f"{PLAIN}: {start}", *_lines(name_to_parts, forms)])
+    start = _name_of("start", is_split=is_split)
+    lines = _lines(name_to_parts, Forms(starts, is_split=is_split))
+    escaped = "\n".join([f"start: {start}", *lines])
+    if is_split:
+        return escaped, ""
+    lines = _lines(name_to_parts, Forms(starts, is_split=False, is_json=False))
+    return escaped, "\n".join([f"{PLAIN}: {start}", *lines])
 
 
 def _lines(name_to_parts: Mapping[str, Sequence[_Part]], forms: Forms) -> list[str]:
@@ -125,7 +112,7 @@ def _lines(name_to_parts: Mapping[str, Sequence[_Part]], forms: Forms) -> list[s
         gap = ""
         if _IGNORED in name_to_parts and name.lower() == name != _IGNORED:
             gap = f" {_name_of(_IGNORED, is_split=is_split)}*"
-        lines.append(f"{_name_of(name, is_split=is_split)}: {_body(parts, forms, gap)}")
+        lines.append(f"{_name_of(name, is_split=is_split)}: {' '.join(_pieces(parts, forms, gap))}")
     return lines
 
 
@@ -210,12 +197,8 @@ def _name_of(name: str, *, is_split: bool) -> str:
     return f"RULE--{name.upper()}" if name.lower() == name else f"TERMINAL--{name}"
 
 
-def _body(parts: Sequence[_Part], forms: Forms, gap: str) -> str:
-    """Return a definition. `gap`: what may follow each terminal in it."""
-    return " ".join(_pieces(parts, forms, gap))
-
-
 def _pieces(parts: Sequence[_Part], forms: Forms, gap: str) -> Iterator[str]:
+    """Yield the pieces of a definition. `gap`: what may follow each terminal in it."""
     for part in parts:
         if part.kind == "other":
             if part.text in "&~" and forms.is_split:

@@ -27,7 +27,6 @@ from hadal.gateway.text.tools import (
     Choosing,
     Tool,
     ToolFormat,
-    described,
     format_of,
     read_choice,
 )
@@ -594,7 +593,7 @@ def test_a_model_that_was_not_taught_says_so(tmp_path: Path) -> None:
 
 def test_what_a_client_leaves_null_is_empty() -> None:
     function = {"name": "f", "description": None, "parameters": None}
-    text = described(V31, [{"type": "function", "function": function}])
+    text = V31.describe([{"type": "function", "function": function}])
     assert "Description: \n" in text
     assert "Parameters: {}" in text
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NoReturn
@@ -27,8 +26,6 @@ TAG = "\ud800"
 """Mark that makes a tag, within a reply's text: decoded text has no half of a surrogate pair."""
 _MAX_HEAD = 512
 """Maximum number of characters of a tag; a longer text is not a tag."""
-_BLOCKS = ("function_calls", "tool_calls", "calls")
-"""Names of blocks of calls; each form reads all of them."""
 
 
 class Kind(Enum):
@@ -56,24 +53,15 @@ class CallTag:
         return not self.is_end and self.kind is not Kind.PARAMETER
 
 
-_GAPS = ("", " ")
-_BEGINS = {
-    f"{gap}{word}": kind
-    for gap in _GAPS
-    for word, kind in (
-        *((f"{block}>", Kind.BLOCK) for block in _BLOCKS),
-        ('invoke name="', Kind.INVOKE),
-        ('parameter name="', Kind.PARAMETER),
-    )
+_WORDS = {
+    **dict.fromkeys(("function_calls", "tool_calls", "calls"), Kind.BLOCK),
+    "invoke": Kind.INVOKE,
+    "parameter": Kind.PARAMETER,
 }
-_ENDS = {
-    f"{gap}{word}>": kind
-    for gap in _GAPS
-    for word, kind in (
-        *((block, Kind.BLOCK) for block in _BLOCKS),
-        ("invoke", Kind.INVOKE),
-        ("parameter", Kind.PARAMETER),
-    )
+"""Name of a tag -> its kind; each form reads the names of all forms."""
+_ENDS = {f"{gap}{word}>": kind for gap in ("", " ") for word, kind in _WORDS.items()}
+_BEGINS = {
+    word if kind is Kind.BLOCK else f'{word[:-1]} name="': kind for word, kind in _ENDS.items()
 }
 _INVOKE_REST = re.compile(r'(.*?)">', re.DOTALL)
 _PARAMETER_REST = re.compile(r'(.*?)"(?: string="(true|false)")? *>', re.DOTALL)
@@ -172,21 +160,17 @@ def _without_marks(text: str) -> str:
     return shown + matcher.flush()
 
 
-def _random_hex() -> str:
-    return secrets.token_hex(12)
-
-
 class TagReader:
     """Reader of one reply's calls, from their first tag on (`gateway/text/tools.CallReader` of the
     forms with control tokens). Each call has an id of its own; a reply's ids ascend.
     """
 
-    def __init__(self, new_id: Callable[[], str] = _random_hex) -> None:
+    def __init__(self, *, is_parallel: bool) -> None:
         self.num_calls = 0
-        self.num_ended = 0
         self.is_over = False
         """True from the end of the block until the next one begins."""
-        self._new_id = new_id
+        self._is_parallel = is_parallel
+        self._num_ended = 0
         self._is_open = False
         """True within a call."""
         self._names: list[str] = []
@@ -199,6 +183,11 @@ class TagReader:
         """White space between calls: shown only if other text follows it."""
         self._deltas: list[CallDelta] = []
         self._shown = ""
+
+    @property
+    def is_enough(self) -> bool:
+        """True if only one call is allowed and the reply has it."""
+        return not self._is_parallel and self._num_ended > 0
 
     def take_part(self, part: str | CallTag) -> None:
         """Accept a text or a tag."""
@@ -228,7 +217,7 @@ class TagReader:
             if tag.kind is Kind.INVOKE and not tag.is_end and tag.name:
                 self._is_open = True
                 # V4's prompts have the calls of a turn by their ids (gateway/text/dsml_chats).
-                own = f"call_{self.num_calls:03}_{self._new_id()}"
+                own = f"call_{self.num_calls:03}_{secrets.token_hex(12)}"
                 self._deltas.append(CallDelta(self.num_calls, "", own, tag.name))
                 self.num_calls += 1
 
@@ -244,7 +233,7 @@ class TagReader:
             self._add(self._value.end(is_cut=is_cut))
             self._value = None
 
-    def end(self, *, is_complete: bool = True, is_cut: bool = False) -> None:
+    def end(self, *, is_cut: bool = False) -> None:
         """End the current call, if there is one. `is_cut`: the reply's limit ended it."""
         if not self._is_open:
             return
@@ -259,9 +248,9 @@ class TagReader:
                 self._add("{}")
                 self._shown += body
         self._is_open, self._names, self._body = False, [], ""
-        self.num_ended += 1
+        self._num_ended += 1
 
-    def take(self) -> tuple[list[CallDelta], str]:
+    def news(self) -> tuple[list[CallDelta], str]:
         """Return new call deltas, and text that is not part of a call."""
         deltas, shown = self._deltas, self._shown
         self._deltas, self._shown = [], ""

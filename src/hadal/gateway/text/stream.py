@@ -261,35 +261,6 @@ class CallSection:
         return self._reader.take()
 
 
-class TaggedCalls:
-    """Calls of one reply, written as tags in its text."""
-
-    def __init__(self, is_parallel: bool) -> None:
-        self._is_parallel = is_parallel
-        self._reader = TagReader()
-        self.take_part = self._reader.take_part
-        self.news = self._reader.take
-
-    @property
-    def num_calls(self) -> int:
-        """Return the number of calls."""
-        return self._reader.num_calls
-
-    @property
-    def is_over(self) -> bool:
-        """True from the end of a block of calls until the next one begins."""
-        return self._reader.is_over
-
-    @property
-    def is_enough(self) -> bool:
-        """True if only one call is allowed and the reply has it."""
-        return not self._is_parallel and self._reader.num_ended > 0
-
-    def end(self, finish: str) -> None:
-        """End the current call as the reply ends."""
-        self._reader.end(is_cut=finish == "length")
-
-
 class Assembler:
     """Text of one choice. `num_tokens` and `num_reasoning_tokens` count the accepted tokens."""
 
@@ -310,12 +281,13 @@ class Assembler:
         calls = reading.calls
         self._tags: TagScanner | None = None
         """Finder of tags of calls; None: the model's marks of calls are tokens."""
-        self._calls: CallSection | TaggedCalls | None = None
+        self._calls: CallSection | TagReader | None = None
         more: tuple[str, ...] = ()
         if reading.reads_tags:
             has_calls = calls is not None
             self._tags = TagScanner(is_token=tag_id is not None, holds_breaks=has_calls)
-            self._calls = TaggedCalls(calls.choosing.is_parallel) if calls is not None else None
+            if calls is not None:
+                self._calls = TagReader(is_parallel=calls.choosing.is_parallel)
             more = REMOVED
         elif calls is not None:
             assert isinstance(calls.format, ToolFormat)
@@ -401,7 +373,7 @@ class Assembler:
         for part in parts:
             if self.finish is not None:
                 return
-            if isinstance(calls, TaggedCalls):
+            if isinstance(calls, TagReader):
                 if isinstance(part, CallTag) and part.opens_calls:
                     self._open_calls(piece)
                 if self._section is Section.CALLS:
@@ -464,10 +436,10 @@ class Assembler:
         elif token.finish is not None:
             self._end(token.finish, piece)
 
-    def _show_calls(self, calls: CallSection | TaggedCalls, piece: Piece) -> None:
+    def _show_calls(self, calls: CallSection | TagReader, piece: Piece) -> None:
         deltas, text = calls.news()
         # One token yields deltas, or text, or text followed by the next call.
-        if isinstance(calls, TaggedCalls):
+        if isinstance(calls, TagReader):
             self._filter(text, piece)
         else:
             self._add_content(self._without_marks(text), piece)
@@ -614,7 +586,7 @@ class Assembler:
             self._calls.end(self._text, finish)
             self._show_calls(self._calls, piece)
             self._section = Section.CONTENT
-        elif self._section is Section.CALLS and isinstance(self._calls, TaggedCalls):
+        elif self._section is Section.CALLS and isinstance(self._calls, TagReader):
             self._end_tagged(finish, self._calls, piece)
         else:
             self._drain(piece)
@@ -622,12 +594,12 @@ class Assembler:
             self._end_tokens(piece)
             self._finish(finish, piece)
 
-    def _end_tagged(self, finish: str, calls: TaggedCalls, piece: Piece) -> None:
+    def _end_tagged(self, finish: str, calls: TagReader, piece: Piece) -> None:
         """End the calls of a text with tags as the reply ends."""
         assert self._tags is not None
         for part in (*self._tags.feed(self._text.rest()), *self._tags.flush()):
             calls.take_part(part)
-        calls.end(finish)
+        calls.end(is_cut=finish == "length")
         self._show_calls(calls, piece)
         self._section = Section.CONTENT
         if self.finish is None:

@@ -191,8 +191,35 @@ class ToolFormat:
         return arguments in text
 
     def describe(self, tools: Sequence[dict[str, Any]]) -> str:
-        """Return the text that lists tools, for templates that list none."""
-        return described(self, tools)
+        """Return the text that lists tools after the system prompt, for templates that list none,
+        such as DeepSeek's. Its models were trained with this text (model card of DeepSeek-V3.1,
+        "ToolCall"). Control tokens in it keep their function.
+        """
+        lines = ["", "", "## Tools", "You have access to the following tools:", ""]
+        for tool in tools:
+            function = tool["function"]
+            parameters = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
+            description = function.get("description") or ""
+            lines += [f"### {function['name']}", f"Description: {description}", ""]
+            lines += [f"Parameters: {parameters}", ""]
+        call, chaining = (
+            f"tool_call_name{self.separator}tool_call_arguments",
+            "directly without separators or spaces",
+        )
+        if self.is_fenced:
+            call = f"function{self.separator}tool_call_name\n```json\ntool_call_arguments\n```"
+            chaining = "with a newline as separator"
+        lines += [
+            "IMPORTANT: ALWAYS adhere to this exact format for tool use:",
+            f"{self.calls_begin}{self.call_begin}{call}{self.call_end}{{additional_tool_calls}}"
+            f"{self.calls_end}",
+            "",
+            "Where:",
+            "- `tool_call_name` must be an exact match to one of the available tools",
+            "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema",
+            f"- For multiple tool calls, chain them {chaining}",
+        ]
+        return "\n".join(lines)
 
     def call_list(
         self,
@@ -256,38 +283,6 @@ def format_of(control_tokens: Collection[str], template: str) -> ToolFormat | No
     # V3 and V3.1 share their tokens; V3's template writes a fence in earlier calls.
     fenced = "```json" in template
     return next((each for each in known if each.is_fenced == fenced or each.prefix), None)
-
-
-def described(format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
-    """Return the text that lists tools after the system prompt, for templates that list none, such
-    as DeepSeek's. Its models were trained with this text (model card of DeepSeek-V3.1, "ToolCall").
-    Control tokens in it keep their function.
-    """
-    lines = ["", "", "## Tools", "You have access to the following tools:", ""]
-    for tool in tools:
-        function = tool["function"]
-        parameters = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
-        description = function.get("description") or ""
-        lines += [f"### {function['name']}", f"Description: {description}", ""]
-        lines += [f"Parameters: {parameters}", ""]
-    call, chaining = (
-        f"tool_call_name{format.separator}tool_call_arguments",
-        "directly without separators or spaces",
-    )
-    if format.is_fenced:
-        call = f"function{format.separator}tool_call_name\n```json\ntool_call_arguments\n```"
-        chaining = "with a newline as separator"
-    lines += [
-        "IMPORTANT: ALWAYS adhere to this exact format for tool use:",
-        f"{format.calls_begin}{format.call_begin}{call}{format.call_end}{{additional_tool_calls}}"
-        f"{format.calls_end}",
-        "",
-        "Where:",
-        "- `tool_call_name` must be an exact match to one of the available tools",
-        "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema",
-        f"- For multiple tool calls, chain them {chaining}",
-    ]
-    return "\n".join(lines)
 
 
 def read_tools(given: Sequence[Any]) -> tuple[Tool, ...]:
