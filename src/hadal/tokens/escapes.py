@@ -20,6 +20,8 @@ _PLAIN = r'[^"\\\x00-\x1f]'
 """Characters that JSON writes as they are. Other control characters cannot be written: arguments
 may not contain \\u escapes (tokens/grammars).
 """
+_ALL = r'/(?:[^"\\\x00-\x1f]|\\["\\bfnrt])*/'
+"""Terminal of all texts in their JSON form."""
 _ATOM = re.compile(
     r"\((?:\?(?:P?<\w+>|[a-zA-Z-]*:?))?"  # The beginning of a group, or flags.
     r"|\{\d*,?\d*\}\??|[*+?]\??"  # A repetition. Lazy ones allow the same texts.
@@ -45,6 +47,8 @@ class Forms:
         in JSON, so characters and classes stay.
         """
         self.is_split = is_split
+        self.negation = (f"({_ALL} & ~", ")") if is_json else ("~", "")
+        """Text before and after a part, for all texts other than those of the part."""
         self._is_json = is_json
         self._starts = starts
         self._class_to_form: dict[tuple[str, str], str] = {}

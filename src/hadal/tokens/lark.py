@@ -199,13 +199,23 @@ def _name_of(name: str, *, is_split: bool) -> str:
 
 def _pieces(parts: Sequence[_Part], forms: Forms, gap: str) -> Iterator[str]:
     """Yield the pieces of a definition. `gap`: what may follow each terminal in it."""
+    before = behind = ""
+    """Negation of the next part."""
+    ends: list[str] = []
+    """Ends of the negations of open brackets."""
     for part in parts:
         if part.kind == "other":
             if part.text in "&~" and forms.is_split:
                 raise GrammarError(
                     f"{part.text} is not supported in a tool's grammar with a rule that contains itself"
                 )
-            yield part.text
+            if part.text == "~":
+                before, behind = forms.negation
+                continue
+            if part.text in "([":
+                ends.append(behind)
+            yield before + part.text + (ends.pop() if part.text in ")]" else "")
+            before = behind = ""
             continue
         is_rule = part.kind == "name" and part.text.lower() == part.text
         if part.kind == "name":
@@ -214,4 +224,5 @@ def _pieces(parts: Sequence[_Part], forms: Forms, gap: str) -> Iterator[str]:
             form = forms.string(part.text, part.flags)
         else:
             form = forms.regex(part.text, part.flags)
+        form, before, behind = before + form + behind, "", ""
         yield f"({form}{gap})" if gap and not is_rule else form

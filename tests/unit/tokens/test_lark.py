@@ -106,6 +106,12 @@ def lark(definition: str) -> TextGrammar:
         (lark('start: "a\\n\\"\\\\/"i "B"'), ['A\n"\\/B'], ['A\n"\\/b', "A"]),
         (lark('start: "<>" "\'`!@%=:;,_-~#&$^"'), ["<>'`!@%=:;,_-~#&$^"], ["<>"]),
         (lark('start: A\nA: /[a-z"]+/ & ~/(?s:.*)b(?s:.*)/'), ['a"c'], ["abc"]),
+        (
+            lark('start: "\\n" ~("y" | "\\"") "."'),
+            ["\nyy.", '\n"".', "\n\\.", "\n."],
+            ["\ny.", '\n".', "\n"],
+        ),
+        (lark('start: TEXT\nTEXT: ~END "END"\nEND: /(?s:.*)END(?s:.*)/'), ["\\\n END"], ["ENDEND"]),
         (lark("start: /(?i)a(?-i:b)[^c]{2}/"), ["Ab\n\t", 'ab""'], ["AB\n\t", "Abc\n"]),
         (lark("start: /(?s:.)./"), ["\nx", '"x'], ["x\n"]),
         (lark('start: pair{2}\npair: "\\x41\\u0042" "]"~1..2'), ["AB]AB]]"], ["AB]"]),
