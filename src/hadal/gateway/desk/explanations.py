@@ -104,7 +104,6 @@ class CacheExplainer:
     def __len__(self) -> int:
         return len(self._entries)
 
-    # ---- one prompt ----
     def trace(
         self, request_id: str, tenant: Tenant, generation: Generation, prompt: Prompt
     ) -> PromptTrace:
@@ -167,7 +166,6 @@ class CacheExplainer:
         tokens = unpacked(ids[at : at + _SHOWN_TOKENS * TOKEN_BYTES])
         return self._vocabulary.decode(tokens)[:SHOWN_CHARS]
 
-    # ---- what is kept ----
     def _keep(self, trace: PromptTrace, sent: bytes, explanation: CacheExplanation) -> None:
         """Keep an explanation and the prompt's tokens without the beginning of the reply, `sent`."""
         owner = trace.tenant.key_digest
@@ -215,7 +213,6 @@ class CacheExplainer:
                 if entry.owner not in owners:
                     self._drop(entry)
 
-    # ---- what is read ----
     def report(self, owner: bytes, request_id: str) -> CacheReport | None:
         """Return the explanations of a tenant's request; None if there are none of this tenant."""
         kept = self._requests.get((owner, request_id))
