@@ -36,6 +36,7 @@ from hadal.gateway.api.responses.calls import (
     SHELL,
     CallName,
 )
+from hadal.gateway.api.responses.known_tools import SCHEMAS, object_of
 from hadal.gateway.text.tools import (
     MAX_HELD_BYTES,
     Choosing,
@@ -343,7 +344,7 @@ def _unused(flat: str, taken: Mapping[str, CallName]) -> str:
 def _read(leaf: _Leaf, flat: str) -> Tool:
     """Return a tool in the model's form. Raises RequestError."""
     where, tool = leaf.where, leaf.tool
-    if tool.type not in (FUNCTION, CUSTOM, SEARCH, *_SCHEMAS):
+    if tool.type not in (FUNCTION, CUSTOM, SEARCH, *SCHEMAS):
         why = "and this server has no schema for it; send a 'function', 'custom' or 'namespace'"
         refuse(f"{where}.type", f"is {tool.type[:40]!r}, {why}")
     if tool.type == SHELL and not isinstance(tool.environment, dict | None):
@@ -357,12 +358,12 @@ def _read(leaf: _Leaf, flat: str) -> Tool:
         grammar = tool.format.definition if tool.format is not None else None
         said = [description, f"The input follows this grammar:\n{grammar}" if grammar else None]
         description = "\n\n".join(text for text in said if text)
-        parameters, strict = _object_of({INPUT: {"type": "string"}}, INPUT), True
-    elif tool.type in _SCHEMAS:
-        description, parameters = _SCHEMAS[tool.type]
+        parameters, strict = object_of({INPUT: {"type": "string"}}, INPUT), True
+    elif tool.type in SCHEMAS:
+        description, parameters = SCHEMAS[tool.type]
         description, strict = description + _skills(tool), True
     elif tool.type == SEARCH:
-        parameters = parameters or _object_of({"query": {"type": "string"}}, "query")
+        parameters = parameters or object_of({"query": {"type": "string"}}, "query")
         description = description or "Finds more tools. Those that it finds can be called then."
     if leaf.about:
         description = f"{leaf.namespace}: {leaf.about}\n\n{description or ''}"
@@ -404,54 +405,3 @@ def _skills(tool: ResponseTool) -> str:
         for skill in (skills if isinstance(skills, list) else ())
         if isinstance(skill, dict)
     )
-
-
-def _object_of(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [*required],
-        "additionalProperties": False,
-    }
-
-
-_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
-_TEXTS = {"type": "array", "items": _TEXT}
-
-
-def _operation(kind: str, *fields: str) -> dict[str, Any]:
-    properties = {"type": {"const": kind}, **dict.fromkeys(fields, _TEXT)}
-    return _object_of(properties, "type", *fields)
-
-
-_SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
-    LOCAL_SHELL: (
-        "Runs a command on the user's computer and returns its output.",
-        _object_of(
-            {"command": _TEXTS, "working_directory": _TEXT, "timeout_ms": _NUMBER}, "command"
-        ),
-    ),
-    SHELL: (
-        "Runs shell commands on the user's computer and returns what they print.",
-        _object_of(
-            {"commands": _TEXTS, "timeout_ms": _NUMBER, "max_output_length": _NUMBER}, "commands"
-        ),
-    ),
-    PATCH: (
-        "Creates, changes or deletes one file. In a diff each line begins with '+' (added), '-'"
-        " (removed) or a space (unchanged); a line '@@' begins each changed place.",
-        _object_of(
-            {
-                "operation": {
-                    "anyOf": [
-                        _operation("create_file", "path", "diff"),
-                        _operation("update_file", "path", "diff"),
-                        _operation("delete_file", "path"),
-                    ]
-                }
-            },
-            "operation",
-        ),
-    ),
-}
-"""Type of a tool that the client runs -> its description and its parameters."""
