@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def is_edited(self) -> bool:
-        """Whether the file is as the tasks ask."""
+        """True if the file is as the tasks ask."""
         return self.file == "beta\n"
 
     @property

@@ -349,7 +349,7 @@ def test_a_text_with_a_format_stays_plain_unless_its_tool_is_strict(form: Dsml) 
 def test_a_plain_text_follows_its_keywords_as_json_does(
     schema: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    """What plain text cannot follow is JSON. Classes of characters are ASCII in both."""
+    """Keywords that plain text cannot follow make JSON. Classes of characters are ASCII in both."""
     text = {"type": "string", **schema}
     offered = tool("f", closed(a={"oneOf": [text, {"type": "null"}]} if good else text))
     with service_of(V32, TOKEN) as service:

@@ -192,7 +192,7 @@ def _split(
         if isinstance(target, dict):
             texts, rest = _split(target, whole, tags, depth + 1)
             return (texts, rest) if texts else ([], value)
-    # Only a "oneOf" of which no value matches two schemas passes the check: it equals "anyOf".
+    # The check refuses a "oneOf" with a value that matches two schemas, so it equals "anyOf" here.
     options = value.get("anyOf", value.get("oneOf")) if len(keys) == 1 and depth < 8 else None
     if options is not None and all(isinstance(each, dict) for each in options):
         split = [_split(each, whole, tags, depth + 1) for each in options]
