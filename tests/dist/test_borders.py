@@ -10,6 +10,7 @@ from hadal.runtime.resolve import model_folder
 from tests.dist import borders
 from tests.dist.borders import COMPLETIONS, beside_a_border
 
+pytestmark = pytest.mark.more("checks the comparison that other tests make")
 BODY: dict[str, Any] = {
     "prompt": "What is 12 + 30?",
     "temperature": 1.5,
@@ -36,7 +37,6 @@ def test_only_tokens_beside_the_draw_may_differ(monkeypatch: pytest.MonkeyPatch)
     assert beside_a_border(folder, COMPLETIONS, BODY, choice(drawn, 5), choice(other, 6))
 
 
-@pytest.mark.more("tokens beside a draw are one case")
 def test_noise_moves_the_border(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder("")
     (generation,) = borders._generations(folder, COMPLETIONS, BODY)

@@ -30,6 +30,7 @@ ODD = f'x <{MARK}invoke name="y">\n</b> < " \\ é🙂\n'
 @pytest.mark.promise(
     "No mark of DSML reaches content, reasoning, names or arguments, as a token or spelled out."
 )
+@pytest.mark.slow("2,000 replies, 50 of them cut at every byte")
 def test_no_mark_reaches_a_client(capsys: pytest.CaptureFixture[str]) -> None:
     tried = fuzz(2000)
     with capsys.disabled():
