@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from urllib.parse import quote
 
 import msgspec
@@ -67,14 +68,21 @@ def place_of(explanation: CacheExplanation) -> str:
 
 def lines_of(reports: list[CacheReport]) -> list[str]:
     """Return a line for each prompt of the requests, below a line of heads."""
-    rows = [("time UTC", "request", "found", "reason", "differs at")]
+    head = ("time UTC", "request", "found", "reason", "differs at")
+    rows: list[tuple[str, ...]] = [(*head, "tenant") if _has_tenants(reports) else head]
     for report in reports:
         for each in report.prompts:
             at = time.strftime("%H:%M:%S", time.gmtime(report.unix_s))
             blocks = f"{each.found_blocks} of {each.reusable_blocks}"
-            rows.append((at, report.id, blocks, each.reason, place_of(each)))
+            row = (at, report.id, blocks, each.reason, place_of(each), report.tenant)
+            rows.append(row[: len(rows[0])])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _has_tenants(reports: Sequence[CacheReport]) -> bool:
+    """Return True if the requests are of several tenants, as an operator sees them."""
+    return len({report.tenant for report in reports}) > 1

@@ -177,16 +177,20 @@ class BatchPages:
         max_bytes = config.max_file_mb << 20
         max_tenant_bytes = (config.max_tenant_mb << 20) - upload.num_kept
 
+        async def discard_after(message: Message) -> None:
+            if message.get("more_body"):
+                await discard(request.stream())
+
         async def receive() -> Message:
             message = await request.receive()
             num_bytes = len(message.get("body", b""))
             upload.num_bytes += num_bytes
             self._arriving[tenant] += num_bytes
             if self._arriving[tenant] > max_tenant_bytes + _MULTIPART_BYTES:
-                await discard(request)
+                await discard_after(message)
                 raise self._too_many_bytes(upload.num_kept)
             if upload.num_bytes > max_bytes + _MULTIPART_BYTES:
-                await discard(request)
+                await discard_after(message)
                 raise ApiError(
                     413,
                     f"The file is larger than {config.max_file_mb} MiB; split it.",

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from hadal.core.plans import Grammar
+from hadal.tokens.bounds import narrowed
 from hadal.tokens.escapes import GrammarError
 from hadal.tokens.lark import PLAIN, TextGrammar, forms_of_text
 from hadal.tokens.table import TokenTable
@@ -278,7 +279,8 @@ def _starts(regex: str) -> frozenset[str]:
 
 
 def _json_of(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _OPTIONS}, ensure_ascii=False)}"
+    given = {**narrowed(schema), "x-guidance": _OPTIONS}
+    return f"%json {json.dumps(given, ensure_ascii=False)}"
 
 
 def complaint(text: str, prefix: str = "") -> str | None:

@@ -48,7 +48,8 @@ SETTINGS = """\
 ## Settings
 
 `hadal serve --model-name NAME` sets the model's name, which is `{model}` here; Codex chooses its tools by it. With
-tenants, the agent's key is the tenant's key.
+tenants, the agent's key is the tenant's key. hadal-tiny is too small for coding, and of these agents only aider's
+prompts fit into its 4,096 tokens; serve a larger model with `--model FOLDER`.
 """
 """Text of docs/agents.md below its table."""
 Row = tuple[str, ...]

@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from backports import zstd
+from starlette.requests import Request
 
 from hadal.core.config import LimitsConfig
 from hadal.core.errors import RequestError
 from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.edge import codings
+from hadal.gateway.edge.bodies import read_body
 from hadal.gateway.edge.codings import decoder_of
 from hadal.gateway.edge.errors import ApiError
 
@@ -84,6 +86,21 @@ async def test_a_bomb_is_refused_before_it_is_decoded(model: ServedModel, coding
             data = CODINGS[coding](b"x" * size)
             reply = await it.client.post("/v1/responses", content=data, headers=headers)
             assert reply.status_code == status, reply.text
+
+
+async def test_nothing_is_awaited_behind_the_end_of_a_large_body() -> None:
+    messages = [{"type": "http.request", "body": bytes(LIMIT), "more_body": True}] * 2
+    messages += [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> dict[str, object]:
+        return messages.pop(0)  # An IndexError if it is asked for more.
+
+    for _ in range(2):
+        request = Request({"type": "http", "headers": []}, receive)
+        with pytest.raises(ApiError) as caught:
+            await read_body(request, LIMIT)
+        assert (caught.value.status, messages) == (413, [])
+        messages = [{"type": "http.request", "body": bytes(LIMIT + 1), "more_body": False}]
 
 
 @pytest.mark.parametrize("coding", CODINGS)

@@ -340,7 +340,7 @@ def test_what_may_be_chosen() -> None:
     assert read_choice("required", (WEATHER,), False) == Choosing((WEATHER,), True, "", False)
     named = {"type": "function", "function": {"name": "weather"}}
     assert read_choice(named, (WEATHER,), True) == Choosing((WEATHER,), True, "weather")
-    with pytest.raises(RequestError, match="there are no tools"):
+    with pytest.raises(RequestError, match="no tool is offered"):
         read_choice("required", (), None)
 
 

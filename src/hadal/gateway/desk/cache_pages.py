@@ -41,9 +41,9 @@ class CachePages:
         if not found:
             raise ApiError(
                 404,
-                f"The request {request_id[:80]!r} is not known for this API key: explanations go with"
-                " the oldest prompts, and with the gateway that served the request. A request without"
-                " a token has none.",
+                f"The request {request_id[:80]!r} is not known for this API key: only the key that sent"
+                " a request reads its explanations. They go with the oldest prompts, and with the"
+                " gateway that served the request. A request without a token has none.",
                 param="request_id",
                 code="request_not_found",
             )

@@ -30,7 +30,7 @@ def fetch_page(
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise FetchError(
             f"{url} cannot be reached ({str(error) or type(error).__name__}). Is a server running?"
-            " Start one with `hadal serve`."
+            " Start one with `hadal serve`, or name another URL."
         ) from error
     if reply.status_code != 200:
         raise FetchError(_error_of(reply))

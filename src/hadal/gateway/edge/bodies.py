@@ -40,7 +40,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     decoder = decoder_of(", ".join(request.headers.getlist("content-encoding")))
     chunks: list[bytes] = []
     num_bytes, num_sent = 0, 0
-    async for chunk in request.stream():
+    stream = request.stream()
+    async for chunk in stream:
         num_sent += len(chunk)
         pieces = [chunk] if decoder is None else decoder.pieces(chunk)
         for piece in pieces:
@@ -51,7 +52,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             if decoder is not None and len(piece) == PIECE_BYTES:
                 await asyncio.sleep(0)  # Other requests run while a long body is decoded.
         if max(num_bytes, num_sent) > max_bytes:
-            await discard(request)
+            await discard(stream)
             raise ApiError(
                 413,
                 f"The body is larger than {max_bytes} bytes; send a shorter prompt.",
@@ -63,13 +64,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-async def discard(request: Request) -> None:
-    """Discard the rest of the body for at most _DISCARD_DEADLINE_S."""
+async def discard(stream: AsyncIterator[bytes]) -> None:
+    """Discard the rest of a body for at most _DISCARD_DEADLINE_S."""
     try:
         async with asyncio.timeout(_DISCARD_DEADLINE_S):
-            while (message := await request.receive())["type"] == "http.request" and message.get(
-                "more_body", False
-            ):
+            async for _ in stream:
                 continue
     except (TimeoutError, ClientDisconnect):
         return

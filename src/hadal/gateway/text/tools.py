@@ -392,7 +392,8 @@ def read_choice(
     if choice in (None, "auto", "none", "required"):
         if choice == "required" and not tools:
             raise RequestError(
-                f"tool_choice is {words.forced}, but there are no tools; send a tool.",
+                f"tool_choice is {words.forced}, but no tool is offered; send one that is not deferred and"
+                " that the client runs.",
                 "tool_choice",
             )
         offered = () if choice == "none" else tools
@@ -410,7 +411,8 @@ def read_choice(
         )
     if not any(tool.name == name for tool in tools):
         raise RequestError(
-            f"tool_choice: tools has no tool {name[:64]!r}; send one of their names.", "tool_choice"
+            f"tool_choice: no tool {name[:64]!r} is offered at this point; send the name of one that is.",
+            "tool_choice",
         )
     return Choosing(tools, True, name, is_parallel is not False)
 

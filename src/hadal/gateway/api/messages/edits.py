@@ -27,14 +27,14 @@ MAX_EDITS = 4
 _TOOL_USES_FIELDS = ("trigger", "clear_at_least", "clear_tool_inputs", "exclude_tools")
 
 
-class EditAmount(msgspec.Struct):
+class EditAmount(msgspec.Struct, forbid_unknown_fields=True):
     """Number of something: {"type": "tool_uses", "value": 3}."""
 
     type: str
     value: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
 
 
-class EditFields(msgspec.Struct):
+class EditFields(msgspec.Struct, forbid_unknown_fields=True):
     """Change to the conversation before it is read. `keep`: the amount that stays."""
 
     type: str

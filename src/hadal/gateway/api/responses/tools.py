@@ -288,7 +288,9 @@ def _chosen(choice: Any, tools: OfferedTools) -> str:
         refuse("tool_choice", why)
     flat = tools.flat_of(name, namespace, kind)
     if flat not in tools.flat_to_name:
-        refuse("tool_choice", f"is {name[:64]!r}, but tools has no tool of this name")
+        refuse(
+            "tool_choice", f"is {name[:64]!r}, but no tool of this name is offered at this point"
+        )
     return flat
 
 
@@ -298,6 +300,8 @@ def _leaves(where: str, tools: Sequence[ResponseTool]) -> Iterator[_Leaf]:
         at = f"{where}[{index}]"
         if _is_left_out(tool):
             log_once("a tool that only a provider can run is ignored", "type", tool.type)
+        elif tool.type == SEARCH and tool.execution != "client":
+            refuse(f"{at}.execution", "must be 'client' or 'server'")
         elif tool.type != NAMESPACE:
             yield _Leaf(at, "", tool)
         elif not tool.name:
@@ -318,7 +322,7 @@ def _leaves(where: str, tools: Sequence[ResponseTool]) -> Iterator[_Leaf]:
 def _is_left_out(tool: ResponseTool) -> bool:
     return (
         _LEFT_OUT.fullmatch(tool.type) is not None
-        or (tool.type == SEARCH and tool.execution != "client")
+        or (tool.type == SEARCH and tool.execution in (None, "server"))
         or (tool.type == SHELL and _environment(tool).get("type", "local") != "local")
     )
 
