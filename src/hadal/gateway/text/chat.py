@@ -514,7 +514,10 @@ def raw_prompt(
 
 def _places(text: str, shield: Shield, turns: Sequence[Turn], choosing: Choosing) -> Places:
     """Return the parts of a rendered chat."""
-    shown = [replace(turn, content=_answer_of(turn)) for turn in turns]
+    shown = [
+        replace(turn, content=_answer_of(turn)) if THINK_CLOSE in turn.content else turn
+        for turn in turns
+    ]
     return places_of(shield.removed_from(text), shown, [tool.name for tool in choosing.listing])
 
 

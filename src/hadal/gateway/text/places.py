@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hadal.gateway.text.asks import Turn
 
@@ -54,13 +55,13 @@ class Places:
         return self.parts[bisect_right(self.ends, position)] if self.parts else None
 
 
-@dataclass(frozen=True)
-class _TurnSpan:
+class _TurnSpan(NamedTuple):
     """Characters of one message's text. `is_open`: the message may continue behind `end`."""
 
     start: int
     end: int
-    index: int
+    number: int
+    """Number of the message in the chat."""
     is_open: bool = False
 
 
@@ -79,7 +80,7 @@ def places_of(text: str, turns: Sequence[Turn], tool_names: Sequence[str] = ()) 
             ends[-1] = max(before, span.start)
         before, is_open = max(before, span.end), span.is_open
         ends.append(before)
-        parts.append(PromptPart(turns[span.index].role, span.index))
+        parts.append(PromptPart(turns[span.number].role, span.number))
     if names and any(text.find(name, before) >= 0 for name in names):
         return Places(_in_bytes(text, ends), (*parts, PromptPart(TOOLS)))
     return Places(_in_bytes(text, ends), (*parts, PromptPart(REPLY)))
@@ -140,6 +141,8 @@ def _find(text: str, content: str, position: int, role: str) -> int:
 
 def _in_bytes(text: str, ends: Iterable[int]) -> tuple[int, ...]:
     """Return character positions, in rising order, as positions in the UTF-8 text."""
+    if text.isascii():
+        return tuple(ends)
     found: list[int] = []
     before = num_bytes = 0
     for end in ends:
