@@ -24,11 +24,16 @@ ASKED = {
     "Choice": {"token_ids"},
     "CompletionChoice": {"prompt_logprobs", "prompt_token_ids", "token_ids"},
     "CompletionUsage": {"cache_explanation"},
+    "Message": {"context_management"},
     "MessageDeltaUsage": {"cache_explanation"},
+    "MessageTokensCount": {"context_management"},
+    "RawMessageDeltaEvent": {"context_management"},
     "ResponseUsage": {"cache_explanation"},
     "Usage": {"cache_explanation"},
 }
-"""Type -> fields unknown to it that are sent only on request; they are vLLM's, and Hadal's own."""
+"""Type -> fields unknown to it that are sent only on request; they are vLLM's, Hadal's own, and of
+Anthropic's beta.
+"""
 MORE = {
     "ChatCompletionMessage": {"reasoning_content"},
     "ChoiceDelta": {"reasoning_content"},
