@@ -356,6 +356,8 @@ async def test_conversations_are_not_kept_and_the_client_sends_them_whole(
         assert reply.status_code == 400
         details = reply.json()["error"]["details"]
         assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        body = {**ASKED, "thread": {"type": "continue", "previous_message_id": "msg_1"}}
+        assert (await it.client.post("/v1/messages/count_tokens", json=body)).status_code == 400
 
 
 @pytest.mark.promise("A waiting stream sends ping.")

@@ -67,6 +67,8 @@ class CountRequest(Extensions, kw_only=True):
     output_format: OutputFormat | None = None
     """Older name of `output_config.format`."""
     context_management: ContextManagement | None = None
+    thread: Any = None
+    """Conversation stored on the server; refused here."""
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -78,8 +80,6 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
-    thread: Any = None
-    """MessageTurns stored on the server; refused here."""
 
 
 def parse_messages(body: bytes, unasked: str = OFF) -> ChatAsk:
