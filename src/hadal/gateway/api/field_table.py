@@ -569,7 +569,7 @@ _HOSTED = (
     "server_description connector_id headers authorization allowed_tools "
     "require_approval action background input_fidelity input_image_mask model "
     "moderation output_compression output_format partial_images quality size "
-    "return_token_budget image_settings tunnel_id"
+    "return_token_budget image_settings tunnel_id complexity frame_count frame_duration_ms svg"
 )
 """Fields of tools that only a provider can run."""
 
@@ -615,7 +615,7 @@ _RESPONSE = (
         " preserve_thinking; otherwise the chat template decides",
     ),
     _inert(
-        "input[].phase input[].caller input[].content[].annotations"
+        "input[].phase input[].caller input[].async input[].content[].annotations"
         " input[].content[].logprobs input[].content[].prompt_cache_breakpoint input[].output[].prompt_cache_breakpoint"
         " input[].internal_chat_message_metadata_passthrough",
         "clients return these fields of earlier replies",
@@ -667,6 +667,7 @@ _RESPONSE = (
     _served("top_k", "", "vLLM"),
     _inert("client_metadata", "labels change no reply", "OpenAI (Codex)"),
     _refused("background", "read the stream, or wait for the reply"),
+    _inert("background_options", "they belong to background, which returns a 400"),
     _refused("conversation", "send previous_response_id"),
     _refused("prompt", "send the text itself"),
     _refused("context_management", "shorten the input in the client"),
