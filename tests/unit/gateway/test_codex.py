@@ -608,15 +608,12 @@ def test_an_input_that_is_cut_off_is_as_long_as_it_came() -> None:
         deltas = "".join(one["delta"] for one in events if one["type"].endswith("input.delta"))
         assert item["status"] == "incomplete"
         assert item["input"] == deltas
-        if num > 10:
-            assert text.startswith(item["input"].rstrip("\ufffd"))
+        assert text.startswith(item["input"].rstrip("\ufffd"))
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        "",
-        "{",
         '{"x": 1}',
         '{"input": 3}',
         "[1]",

@@ -48,6 +48,7 @@ TYPE_TO_PREFIX = {
 }
 """Type of an item -> prefix of its id."""
 _HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+_BEGINNING = f'{{"{INPUT}":"'
 _PIECE = re.compile(r'([^"\\]+)|\\u([0-9a-fA-F]{4})|\\([^u])|(")')
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _LOCAL_FIELDS = ("command", "timeout_ms", "working_directory", "user")
@@ -122,12 +123,12 @@ def as_arguments(text: str) -> str:
 
 
 def as_input(arguments: str) -> str:
-    """Return the input of a custom tool from its arguments, also if these are cut off. Arguments of
-    another form are returned unchanged.
+    """Return the input of a custom tool from its arguments, also if these are cut off: "" if they
+    are cut off before the input begins. Arguments of another form are returned unchanged.
     """
     reader = InputReader()
     text = reader.feed(arguments)
-    if reader.is_input:
+    if reader.is_input or _BEGINNING.startswith("".join(arguments.split())):
         return text + reader.rest()
     found = _object_in(arguments) or {}
     return found[INPUT] if isinstance(found.get(INPUT), str) else arguments
