@@ -157,7 +157,16 @@ def test_what_only_a_provider_can_run_is_left_out(
         ([], {"tools": [function("a"), {"type": "computer_use_preview"}]}, "tools[1].type"),
         ([], {"tools": [{"type": "web_search_x"}]}, "tools[0].type"),
         ([], {"tools": [{"type": "computer", "environment": "browser"}]}, "tools[0].type"),
-        ([], {"tools": [{"type": "shell", "environment": "local"}]}, "tools[0].environment"),
+        *(
+            ([], {"tools": [{"type": "shell", "environment": each}]}, "tools[0].environment")
+            for each in (
+                "local",
+                {},
+                {"type": "x"},
+                {"type": "local", "skills": {}},
+                {"type": "local", "skills": [{"name": "a", "path": "/a"}]},
+            )
+        ),
         ([more_tools(function("a"), {"type": "odd"})], {}, "input[1].tools[1].type"),
         ([more_tools(namespace("n", {"type": "shell"}))], {}, "input[1].tools[0].tools[0].type"),
         ([more_tools(namespace("n", namespace("m", RUN)))], {}, "input[1].tools[0].tools[0].type"),

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -73,6 +73,21 @@ class InputFormat(msgspec.Struct):
     type: str
     syntax: str | None = None
     definition: str | None = None
+
+
+class Skill(msgspec.Struct):
+    """Instructions in a folder that a shell can read."""
+
+    name: str
+    description: str
+    path: str
+
+
+class LocalEnvironment(msgspec.Struct):
+    """Environment of a shell that the client runs."""
+
+    type: Literal["local"]
+    skills: list[Skill] | None = None
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
@@ -323,12 +338,13 @@ def _is_left_out(tool: ResponseTool) -> bool:
     return (
         _LEFT_OUT.fullmatch(tool.type) is not None
         or (tool.type == SEARCH and tool.execution in (None, "server"))
-        or (tool.type == SHELL and _environment(tool).get("type", "local") != "local")
+        or (tool.type == SHELL and _is_container(tool.environment))
     )
 
 
-def _environment(tool: ResponseTool) -> dict[str, Any]:
-    return tool.environment if isinstance(tool.environment, dict) else {}
+def _is_container(environment: Any) -> bool:
+    kind = environment.get("type") if isinstance(environment, dict) else None
+    return isinstance(kind, str) and kind.startswith("container_")
 
 
 def _flat(name: str, namespace: str) -> str:
@@ -351,8 +367,6 @@ def _read(leaf: _Leaf, flat: str) -> Tool:
     if tool.type not in (FUNCTION, CUSTOM, SEARCH, *SCHEMAS):
         why = "and this server has no schema for it; send a 'function', 'custom' or 'namespace'"
         refuse(f"{where}.type", f"is {tool.type[:40]!r}, {why}")
-    if tool.type == SHELL and not isinstance(tool.environment, dict | None):
-        refuse(f"{where}.environment", 'is not an object; send {"type": "local"}')
     if tool.allowed_callers and "direct" not in tool.allowed_callers:
         why = "has no 'direct', but the model can only call directly"
         refuse(f"{where}.allowed_callers", why)
@@ -365,7 +379,7 @@ def _read(leaf: _Leaf, flat: str) -> Tool:
         parameters, strict = object_of({INPUT: {"type": "string"}}, INPUT), True
     elif tool.type in SCHEMAS:
         description, parameters = SCHEMAS[tool.type]
-        description, strict = description + _skills(tool), True
+        description, strict = description + _skills(tool, where), True
     elif tool.type == SEARCH:
         parameters = parameters or object_of({"query": {"type": "string"}}, "query")
         description = description or "Finds more tools. Those that it finds can be called then."
@@ -401,11 +415,15 @@ def _grammar(leaf: _Leaf) -> TextGrammar | None:
     return TextGrammar(INPUT, format.syntax, format.definition)
 
 
-def _skills(tool: ResponseTool) -> str:
-    """Return the skills of a shell's environment, for its description."""
-    skills = _environment(tool).get("skills")
+def _skills(tool: ResponseTool, where: str) -> str:
+    """Return the skills of a shell's environment, for its description. Raises RequestError."""
+    if tool.type != SHELL or tool.environment is None:
+        return ""
+    try:
+        skills = msgspec.convert(tool.environment, LocalEnvironment).skills
+    except msgspec.ValidationError as error:
+        why = f'is not {{"type": "local"}}, with skills or without: {error}'
+        refuse(f"{where}.environment", why)
     return "".join(
-        f"\nSkill {skill.get('name')}, in {skill.get('path')}: {skill.get('description')}"
-        for skill in (skills if isinstance(skills, list) else ())
-        if isinstance(skill, dict)
+        f"\nSkill {skill.name}, in {skill.path}: {skill.description}" for skill in skills or ()
     )
