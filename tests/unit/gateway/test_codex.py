@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from openai.types.responses import ResponseOutputItem
+from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
 from hadal.core.errors import RequestError
@@ -20,6 +21,7 @@ from hadal.core.plans import Sampling
 from hadal.gateway.api import fields
 from hadal.gateway.api.reply import Head, Usage
 from hadal.gateway.api.responses.calls import CALL_TYPES, InputReader, as_arguments, as_input
+from hadal.gateway.api.responses.items import input_page, listed
 from hadal.gateway.api.responses.reply import ResponseFormatter, response_id_of
 from hadal.gateway.api.responses.request import ResponseAsk, parse_response, read_response
 from hadal.gateway.api.responses.tools import ResponseTool
@@ -765,6 +767,20 @@ def test_openai_s_client_reads_calls_of_all_types() -> None:
         ("local_shell", {"command": ["ls"]}),
         ("shell", {"commands": ["ls"]}),
         ("apply_patch", {"operation": operation}),
+def test_items_of_a_search_are_listed_with_the_side_that_runs_it() -> None:
+    search = {"type": "tool_search_call", "call_id": "c", "arguments": {}}
+    found = {"type": "tool_search_output", "call_id": "c", "tools": [function("f")]}
+    for given, side in (({}, "client"), ({"execution": "server"}, "server")):
+        items = parse({**search, **given}, {**found, **given}).request.input
+        page = ResponseItemList.model_validate(input_page(listed(items), {}))
+        assert [item.type for item in page.data] == [
+            "tool_search_output",
+            "tool_search_call",
+            "message",
+        ]
+        assert [item.execution for item in page.data[:2]] == [side, side]
+
+
         ("n__run", {"input": 'a\n"'}),
         ("tool_search", {"row": 1}),
     ]

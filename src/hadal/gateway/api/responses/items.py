@@ -218,6 +218,8 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
             fields["content"] = [_listed_part(part) for part in content]
         # Fields that clients' types require are present, even if they were not sent.
         if item.type == REASONING:
+        if item.type in ("tool_search_call", SEARCH_OUTPUT):
+            fields["execution"] = item.execution or "client"
             fields["summary"] = item.summary or []
         elif item.type != MORE_TOOLS and (item.type != MESSAGE or item.role == "assistant"):
             fields["status"] = item.status or "completed"
