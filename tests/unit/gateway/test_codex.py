@@ -190,6 +190,12 @@ def test_what_only_a_provider_can_run_is_left_out(
             "input[1].tools[0].allowed_callers",
         ),
         ([{"type": "web_search_call", "id": "w"}], {}, "input[1].type"),
+        # These have fields with the names of other items' fields, and other values.
+        ([{"type": "computer_call_output", "output": {}}], {}, "input[1].type"),
+        ([{"type": "mcp_list_tools", "tools": [{"name": "f"}]}], {}, "input[1].type"),
+        ([{"type": "image_generation_call", "action": "edit"}], {}, "input[1].type"),
+        ([{"type": "function_call_output", "output": {}}], {}, "input[1].output"),
+        ([{"type": 5, "output": {}}], {}, "input[1].type"),
         ([{"type": "shell_call", "call_id": "c"}], {}, "input[1].action"),
         ([{"type": "apply_patch_call", "call_id": "c"}], {}, "input[1].operation"),
         (
@@ -761,12 +767,6 @@ def _is_allowed(name: str, text: str) -> bool:
     return re.fullmatch(r'[0-9"\\](\+[0-9"\\])*\n?', text) is not None
 
 
-def test_openai_s_client_reads_calls_of_all_types() -> None:
-    operation = {"type": "create_file", "path": "a", "diff": "+b"}
-    calls = [
-        ("local_shell", {"command": ["ls"]}),
-        ("shell", {"commands": ["ls"]}),
-        ("apply_patch", {"operation": operation}),
 def test_items_of_a_search_are_listed_with_the_side_that_runs_it() -> None:
     search = {"type": "tool_search_call", "call_id": "c", "arguments": {}}
     found = {"type": "tool_search_output", "call_id": "c", "tools": [function("f")]}
@@ -781,6 +781,12 @@ def test_items_of_a_search_are_listed_with_the_side_that_runs_it() -> None:
         assert [item.execution for item in page.data[:2]] == [side, side]
 
 
+def test_openai_s_client_reads_calls_of_all_types() -> None:
+    operation = {"type": "create_file", "path": "a", "diff": "+b"}
+    calls = [
+        ("local_shell", {"command": ["ls"]}),
+        ("shell", {"commands": ["ls"]}),
+        ("apply_patch", {"operation": operation}),
         ("n__run", {"input": 'a\n"'}),
         ("tool_search", {"row": 1}),
     ]

@@ -44,9 +44,7 @@ _OUTPUTS = (
     "apply_patch_call_output",
     SEARCH_OUTPUT,
 )
-_ITEMS = ", ".join(
-    (MESSAGE, "agent_message", REASONING, *CALL_TYPES, *_OUTPUTS, MORE_TOOLS, REFERENCE)
-)
+_TYPES = (MESSAGE, "agent_message", REASONING, *CALL_TYPES, *_OUTPUTS, MORE_TOOLS, REFERENCE)
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,7 @@ class _TurnFold:
     def add(self, item: InputItem, where: str) -> None:
         """Add an item. Raises RequestError."""
         kind = item.type or MESSAGE
+        check_type(kind, where)
         if kind in CALL_TYPES:
             self._add_call(item, CALL_TYPES[kind], where)
         elif kind in _OUTPUTS:
@@ -119,8 +118,6 @@ class _TurnFold:
             self._add_agent_message(item, where)
         elif kind == REASONING:
             self._add_reasoning(item)
-        elif kind != MORE_TOOLS:
-            refuse(f"{where}.type", f"is {kind[:40]!r}; supported: {_ITEMS}")
 
     def end(self) -> tuple[Turn, ...]:
         """Return the turns of all items."""
@@ -218,11 +215,11 @@ def listed(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
             fields["content"] = [_listed_part(part) for part in content]
         # Fields that clients' types require are present, even if they were not sent.
         if item.type == REASONING:
-        if item.type in ("tool_search_call", SEARCH_OUTPUT):
-            fields["execution"] = item.execution or "client"
             fields["summary"] = item.summary or []
         elif item.type != MORE_TOOLS and (item.type != MESSAGE or item.role == "assistant"):
             fields["status"] = item.status or "completed"
+        if item.type in ("tool_search_call", SEARCH_OUTPUT):
+            fields["execution"] = item.execution or "client"
         item_id = item.id or f"item_{index}"
         while item_id in taken:  # Ids may repeat, but pages continue from an id.
             item_id = f"{item_id}_{index}"
@@ -249,6 +246,12 @@ def input_page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dic
             )
         rows = rows[at + 1 :]
     return list_page(rows[: limit + 1], limit)
+
+
+def check_type(kind: str, where: str) -> None:
+    """Raise RequestError if the item at `where` is of an unsupported type."""
+    if kind not in _TYPES:
+        refuse(f"{where}.type", f"is {kind[:40]!r}; supported: {', '.join(_TYPES)}")
 
 
 def needed_text(text: str | None, where: str) -> str:

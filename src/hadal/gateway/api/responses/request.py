@@ -10,6 +10,7 @@ response instead of sending them. Independent of tokens, sockets and clocks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -37,6 +38,7 @@ from hadal.gateway.api.responses.items import (
     REFERENCE,
     InputItem,
     ItemTurns,
+    check_type,
     needed_text,
     sources_in,
     turns_of,
@@ -54,6 +56,7 @@ from hadal.gateway.text.thinking import ReasoningOptions, read_thinking
 
 ENCRYPTED = "reasoning.encrypted_content"
 """Value of `include`: reasoning items have their text in a form that clients send back."""
+_IN_ITEM = re.compile(r"input\[(\d+)\]\.")
 _OF_PROVIDERS = (
     "web_search_call.action.sources",
     "web_search_call.results",
@@ -146,10 +149,24 @@ class ResponseAsk:
 def read_response(body: bytes) -> ResponsesRequest:
     """Read a body of /v1/responses. Raises RequestError."""
     named = check_fields(body, RESPONSE)
-    request = named.read(lambda: decode(named.body, ResponsesRequest))
+    try:
+        request = named.read(lambda: decode(named.body, ResponsesRequest))
+    except RequestError as error:
+        _check_type_at(error.param or "", named.body)
+        raise
     if len(request.input) > MAX_MESSAGES and not isinstance(request.input, str):
         refuse("input", f"has {len(request.input)} items; at most {MAX_MESSAGES} are allowed")
     return request
+
+
+def _check_type_at(path: str, body: bytes) -> None:
+    """Raise RequestError if `path` lies in an item of an unsupported type: its fields may have the
+    names of other items' fields, and other values.
+    """
+    if found := _IN_ITEM.match(path):
+        kind = decode(body, dict[str, Any])["input"][int(found[1])].get("type")
+        if isinstance(kind, str):
+            check_type(kind, found[0].removesuffix("."))
 
 
 def references_of(request: ResponsesRequest) -> list[str]:
