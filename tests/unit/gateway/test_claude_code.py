@@ -163,6 +163,14 @@ def test_if_all_tools_are_deferred_the_prompt_lists_them() -> None:
     assert names(parse(USER, *search("Later"), tools=later)) == (["Later"], ["Later"])
 
 
+def test_a_tool_that_is_not_offered_cannot_be_chosen() -> None:
+    for messages, name in (([USER], "Later"), ([USER, system(removed("Search"))], "Search")):
+        choice = {"type": "tool", "name": name}
+        path, said = refused(*messages, tool_choice=choice, **LATER)
+        assert path == "tool_choice"
+        assert f"no tool '{name}' is offered" in said, "tools has one of this name"
+
+
 def test_many_deferred_tools_do_not_count() -> None:
     many = [tool(f"t{at}", defer_loading=True) for at in range(300)]
     assert names(parse(tools=[tool("Search"), *many])) == (["Search"], ["Search"])

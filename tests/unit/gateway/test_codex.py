@@ -176,7 +176,13 @@ def test_what_only_a_provider_can_run_is_left_out(
         ([more_tools(namespace("n", RUN, RUN))], {}, "input[1].tools[0].tools[1].name"),
         ([more_tools(namespace("n", function("")))], {}, "input[1].tools[0].tools[0].name"),
         ([more_tools(namespace("n", {"type": "custom"}))], {}, "input[1].tools[0].tools[0].name"),
+        ([more_tools({"type": "shell"}, {"type": "shell"})], {}, "input[1].tools[1].type"),
         ([more_tools(function("a.b"))], {}, "input[1].tools[0].name"),
+        (
+            [more_tools(*(function(f"f{number}") for number in range(128)))],
+            {"tools": [function("first")]},
+            "input[1].tools",
+        ),
         ([], {"tools": [{**RUN, "format": {"type": "x"}}]}, "tools[0].format.type"),
         ([], {"tools": [{**RUN, "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
         (

@@ -292,12 +292,11 @@ def read_tools(given: Sequence[Any]) -> tuple[Tool, ...]:
     return checked_tools(tuple(tools))
 
 
-def check_num_tools(num_tools: int) -> None:
-    """Raise RequestError for more than MAX_TOOLS tools."""
+def check_num_tools(num_tools: int, where: str = "tools") -> None:
+    """Raise RequestError for more than MAX_TOOLS tools. `where`: the last list with some of them."""
     if num_tools > MAX_TOOLS:
-        raise RequestError(
-            f"tools has {num_tools} entries; at most {MAX_TOOLS} are allowed.", "tools"
-        )
+        said = f"{where}: {num_tools} tools are offered; at most {MAX_TOOLS} are allowed."
+        raise RequestError(said, where)
 
 
 def checked_tools(tools: tuple[Tool, ...], words: ToolWords = CHAT_WORDS) -> tuple[Tool, ...]:

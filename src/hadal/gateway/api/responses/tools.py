@@ -201,16 +201,16 @@ def offered(given: Sequence[ResponseTool], in_items: Sequence[ToolSource]) -> Of
             if leaf.tool.defer_loading and searches and not source.is_found:
                 continue
             if leaf.name in names:
-                refuse(
-                    f"{leaf.where}.name", f"is {leaf.name.name!r}, as of another tool in the list"
-                )
+                named = "name" if leaf.tool.type in (FUNCTION, CUSTOM) else "type"
+                why = f"is {leaf.name.name!r}, as of another tool in the list"
+                refuse(f"{leaf.where}.{named}", why)
             names.add(leaf.name)
             name_to_leaf[leaf.name] = leaf
         if source is not sources[0]:
             staying |= names
         if not source.is_found:
             listed |= names
-    check_num_tools(len(name_to_leaf))
+        check_num_tools(len(name_to_leaf), source.where)
     tools, flat_to_name = [], dict[str, CallName]()
     for name, leaf in name_to_leaf.items():
         flat = _unused(_flat(name.name, name.namespace), flat_to_name)
