@@ -803,9 +803,9 @@ _MESSAGE = (
         "edits of type clear_thinking_20251015 and clear_tool_uses_20250919; others return a 400",
         "Anthropic",
     ),
-    _inert(
+    _refused(
         "context_management.edits[].instructions context_management.edits[].pause_after_compaction",
-        "they belong to edits that return a 400",
+        "leave out the edit, and shorten the conversation in the client",
         "Anthropic",
     ),
     _served(

@@ -43,6 +43,9 @@ class EditFields(msgspec.Struct, forbid_unknown_fields=True):
     clear_at_least: EditAmount | None = None
     clear_tool_inputs: bool | list[str] | None = None
     exclude_tools: list[str] | None = None
+    instructions: Any = None
+    """Field of compaction, as the next one: refused here."""
+    pause_after_compaction: Any = None
 
 
 class ContextManagement(msgspec.Struct):
