@@ -56,7 +56,7 @@ PYTHON: dict[str, tuple[str, ...]] = {
         "llama-index-llms-openai-like==0.8.1",
         "llama-index-llms-deepseek==0.4.1",
     ),
-    "agents": ("openai-agents==0.20.0", "instructor==1.17.0"),
+    "openai_agents": ("openai-agents==0.20.0", "instructor==1.17.0"),
 }
 """Name of a script in python/ without `_client.py` -> packages that it needs."""
 NPM = (

@@ -54,15 +54,11 @@ _OWN_WORDS = {
 """Tests of LangChain that fail by the words of hadal-tiny in a valid call."""
 _OTHER_JSON = {"json_mode"}
 """Tests of LangChain that ask in words for JSON with certain keys: hadal-tiny takes others."""
-_ADDED_KEY = {"structured_output_pydantic_2_v1"}
-"""A test of LangChain for which some clients use a call: hadal-tiny may add a key to its arguments.
-Two tokens are almost equally likely there, so that it depends on the batch's rounding.
-"""
 STANDARD_FAILS = {
     "ChatOpenAI": _OWN_WORDS | _OTHER_JSON,
     "ChatOpenAIResponses": _OWN_WORDS | _OTHER_JSON,
-    "ChatDeepSeek": _OWN_WORDS | _OTHER_JSON | _ADDED_KEY,
-    "ChatAnthropic": _OWN_WORDS | _ADDED_KEY,
+    "ChatDeepSeek": _OWN_WORDS | _OTHER_JSON,
+    "ChatAnthropic": _OWN_WORDS,
 }
 """Client of LangChain's standard tests -> tests that fail."""
 ALLOWED = {**REFUSED_CALLS, **STANDARD_FAILS}

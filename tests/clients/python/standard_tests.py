@@ -1,7 +1,7 @@
 """LangChain's standard tests of chat models (langchain-tests), for the three formats of the API.
 
 Collected by pytest in an environment of its own; tests/clients starts it. Each class is one client
-with the suite's own settings: temperature 0, at most 100 tokens, 2 retries.
+with temperature 0, so that each run draws the same tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from langchain_deepseek import ChatDeepSeek
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
-_OPENAI = {"model": trial.MODEL, "base_url": f"{trial.URL}/v1", "api_key": trial.KEY}
+_ASK = {"model": trial.MODEL, "api_key": trial.KEY, "temperature": 0}
+_OPENAI = {**_ASK, "base_url": f"{trial.URL}/v1"}
 
 
 class TestChatOpenAI(ChatModelIntegrationTests):
@@ -48,8 +49,7 @@ class TestChatDeepSeek(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, object]:
-        place = {"api_base": f"{trial.URL}/v1", "api_key": trial.KEY}
-        return {"model": trial.MODEL, "stream_usage": True, **place}
+        return {**_ASK, "api_base": f"{trial.URL}/v1", "stream_usage": True}
 
     @property
     def supports_json_mode(self) -> bool:
@@ -65,7 +65,7 @@ class TestChatAnthropic(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, object]:
-        return {"model": trial.MODEL, "base_url": trial.URL, "api_key": trial.KEY}
+        return {**_ASK, "base_url": trial.URL}
 
     @property
     def supports_anthropic_inputs(self) -> bool:
