@@ -215,6 +215,8 @@ def test_edits_are_read_with_their_defaults() -> None:
     ("edit", "where"),
     [
         ({"type": "compact_20260112"}, ".type"),
+        ({"type": "compact_20260112", "instructions": "a"}, ".type"),
+        ({"type": TOOL_USES, "instructions": "a"}, ".instructions"),
         ({"type": TOOL_USES, "size": 1}, ""),
         ({"type": TOOL_USES, "trigger": {"type": "tool_uses", "value": 1, "size": 1}}, ".trigger"),
         ({"type": TOOL_USES, "keep": "all"}, ".keep"),

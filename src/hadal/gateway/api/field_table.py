@@ -799,13 +799,10 @@ _MESSAGE = (
         " context_management.edits[].trigger.type context_management.edits[].trigger.value"
         " context_management.edits[].clear_at_least context_management.edits[].clear_at_least.type"
         " context_management.edits[].clear_at_least.value"
-        " context_management.edits[].clear_tool_inputs context_management.edits[].exclude_tools",
+        " context_management.edits[].clear_tool_inputs context_management.edits[].exclude_tools"
+        " context_management.edits[].instructions"
+        " context_management.edits[].pause_after_compaction",
         "edits of type clear_thinking_20251015 and clear_tool_uses_20250919; others return a 400",
-        "Anthropic",
-    ),
-    _refused(
-        "context_management.edits[].instructions context_management.edits[].pause_after_compaction",
-        "leave out the edit, and shorten the conversation in the client",
         "Anthropic",
     ),
     _served(

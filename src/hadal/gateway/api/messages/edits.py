@@ -24,6 +24,7 @@ CLEAR_THINKING = "clear_thinking_20251015"
 CLEAR_TOOL_USES = "clear_tool_uses_20250919"
 MAX_EDITS = 4
 """Maximum number of edits in a request: each may render the prompt once more."""
+_COMPACTION_FIELDS = ("instructions", "pause_after_compaction")
 _TOOL_USES_FIELDS = ("trigger", "clear_at_least", "clear_tool_inputs", "exclude_tools")
 
 
@@ -44,7 +45,7 @@ class EditFields(msgspec.Struct, forbid_unknown_fields=True):
     clear_tool_inputs: bool | list[str] | None = None
     exclude_tools: list[str] | None = None
     instructions: Any = None
-    """Field of compaction, as the next one: refused here."""
+    """Field of compaction, as the next one: an edit that is not made here."""
     pause_after_compaction: Any = None
 
 
@@ -76,9 +77,11 @@ def read_edits(
                 refuse(f"{where}.type", f"is {CLEAR_THINKING!r}, which must be the first edit")
             if not thinks:
                 refuse(f"{where}.type", f"is {CLEAR_THINKING!r}, but thinking is disabled")
+            _check_absent(edit, (*_TOOL_USES_FIELDS, *_COMPACTION_FIELDS), where)
             keep = _kept_turns(edit, where)
             edits += [] if keep is None else [ReasoningEdit(keep)]
         elif edit.type == CLEAR_TOOL_USES:
+            _check_absent(edit, _COMPACTION_FIELDS, where)
             edits.append(_tool_uses(edit, where, frozenset(excluded_ids)))
         else:
             refuse(
@@ -89,11 +92,15 @@ def read_edits(
     return tuple(edits)
 
 
+def _check_absent(edit: EditFields, names: Sequence[str], where: str) -> None:
+    """Raise RequestError for fields of other edits."""
+    for name in names:
+        if getattr(edit, name) is not None:
+            refuse(f"{where}.{name}", f"is not a field of {edit.type!r}; leave it out")
+
+
 def _kept_turns(edit: EditFields, where: str) -> int | None:
     """Return the number of turns that keep their reasoning; None: all."""
-    for name in _TOOL_USES_FIELDS:
-        if getattr(edit, name) is not None:
-            refuse(f"{where}.{name}", f"is not a field of {CLEAR_THINKING!r}; leave it out")
     keep = edit.keep
     if keep is None:
         return ReasoningEdit().keep
