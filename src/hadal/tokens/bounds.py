@@ -15,8 +15,8 @@ _SHARE = 1e-12
 """Share of the distance of two bounds by which one moves."""
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
-_VALUES = ("const", "enum", "default", "examples")
-"""Keywords with values, which have no bounds."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keywords with values, in which no name is a keyword."""
 
 
 def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def _bounds(part: Any, names: Sequence[str]) -> Iterator[float]:
         for name, value in part.items():
             if name in names and _is_number(value):
                 yield value
-            elif name not in _VALUES:
+            elif name not in VALUES:
                 yield from _bounds(value, names)
     elif isinstance(part, list):
         for each in part:
@@ -44,7 +44,7 @@ def _moved(part: Any, lower: Sequence[float], upper: Sequence[float]) -> Any:
     if not isinstance(part, dict):
         return part
     found = {
-        name: value if name in _VALUES else _moved(value, lower, upper)
+        name: value if name in VALUES else _moved(value, lower, upper)
         for name, value in part.items()
     }
     for name, others, sign in (("exclusiveMinimum", upper, 1), ("exclusiveMaximum", lower, -1)):

@@ -9,6 +9,7 @@ from typing import Any
 
 from hadal.core.errors import RequestError
 from hadal.gateway.text.references import MAPS, resolved
+from hadal.tokens.bounds import VALUES
 
 MAX_SCHEMA_BYTES = 1 << 16
 MAX_SCHEMA_DEPTH = 64
@@ -27,8 +28,6 @@ _NUMBERS = (
 """Keywords with numbers that constrain an answer."""
 _NOTES = ("title", "description", "$comment")
 """Keywords with texts for readers, which constrain nothing."""
-_VALUES = ("const", "enum", "default", "examples")
-"""Keywords with values, in which no name is a keyword."""
 _IDLE: tuple[tuple[str, Any], ...] = (
     ("uniqueItems", False),
     ("propertyNames", {"type": "string"}),
@@ -60,7 +59,7 @@ def plain(schema: Any, *, is_map: bool = False) -> Any:
         return schema
     return {
         name: value
-        if name in _VALUES and not is_map
+        if name in VALUES and not is_map
         else plain(value, is_map=name in MAPS and not is_map)
         for name, value in schema.items()
         if is_map or not _is_idle(name, value)
