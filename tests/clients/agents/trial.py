@@ -12,12 +12,14 @@ from typing import Any
 
 from tests.clients.agents.agents import CACHE, Agent
 from tests.clients.agents.relay import Exchange
-from tests.clients.installs import called, found, install, install_python
+from tests.clients.installs import Missing, called, found, install, install_python
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
 NPM = "apt-get install npm"
 """Command that brings npm."""
+LEAST_NODE = 20
+"""Oldest release of Node.js with which the agents were run."""
 _ALONE = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 """Command prefix: namespaces without a network. Their processes end with the first one."""
 
@@ -83,6 +85,8 @@ def installed(agent: Agent, version: str = "") -> Path:
     inner = "bin" if agent.is_python else "node_modules/.bin"
     program = folder / inner / agent.program
     stamp = folder / "complete"
+    if not agent.is_python:
+        _check_node()
     if not stamp.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -94,6 +98,13 @@ def installed(agent: Agent, version: str = "") -> Path:
             install(found("npm", NPM), "install", *options, f"{agent.package}@{version}")
         stamp.touch()
     return program
+
+
+def _check_node() -> None:
+    """Raise Missing if Node.js is not there, or too old."""
+    release = install(found("node", "apt-get install nodejs"), "--version").strip()
+    if int(release.removeprefix("v").partition(".")[0]) < LEAST_NODE:
+        raise Missing(f"Node.js is {release}; the agents need {LEAST_NODE} or newer")
 
 
 def newest(agent: Agent) -> str:
