@@ -5,8 +5,8 @@
 Microseconds of a core: "traced" in the thread that tokenises, "explained" on the event loop at the first token;
 the memory of 16 MiB is full of prompts with the same beginning. "rendered" is the gateway's own time to render and
 tokenise the chat, a part of the request's time. The requests are chats of hadal-tiny with a longer context through
-`hadal serve`, for one token: first a new prompt, then the same, which is found in the cache. Attention to 100,000
-tokens takes a quarter of an hour on two cores, so longer prompts can be left out there.
+`hadal serve`: a new prompt and the same again, which is found in the cache, each for one token; then a next turn, with
+REPLY_TOKENS. Attention to 100,000 tokens takes a quarter of an hour on two cores, so longer prompts can be left out.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from hadal.gateway.text.chat import Prompt
 WORDS = ("river", "stone", "tall", "house", "garden", "walks", "under", "seven", "lamp", "winter")
 CONTEXT = 131_072
 WORDS_PER_TURN = 120
+REPLY_TOKENS = 100
 NUM_TIMES = 30
 TENANT = Tenant(b"salt", given_name="bench")
 TIMEOUT_S = 3600.0
@@ -113,10 +114,11 @@ def traced(explainer: CacheExplainer, prompt: Prompt, name: str) -> PromptTrace:
     return explainer.trace(name, TENANT, generation, prompt)
 
 
-def request_ms(address: Address, turns: Sequence[Turn]) -> float:
-    """Return the milliseconds of one chat of one token."""
+def request_ms(address: Address, turns: Sequence[Turn], num_tokens: int = 1) -> float:
+    """Return the milliseconds of one chat with a reply of `num_tokens`."""
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    body = {"model": "m", "messages": messages, "max_tokens": 1}
+    lengths = {"max_tokens": num_tokens, "min_tokens": num_tokens}
+    body = {"model": "m", "messages": messages, **lengths}
     begun_s = time.perf_counter()
     status, reply = request(address, "POST", "/v1/chat/completions", body, timeout_s=TIMEOUT_S)
     if status != 200:
@@ -132,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = [1000, 3000] if options.quick else options.tokens
     console, rng = Console(width=110), random.Random(7)
     console.print(f"[bold]explanations of cache misses[/bold]: {describe()}")
-    columns = "tokens|traced, us|explained, us|rendered, ms|new prompt, ms|share, %|cached prompt, ms|share, %"
+    columns = "tokens|traced, us|explained, us|rendered, ms"
+    columns += "|new prompt, ms|share, %|cached prompt, ms|share, %|next turn, ms|share, %"
     table = table_of(columns, num_left=1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = longer(SHIPPED, Path(scratch))
@@ -147,14 +150,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 size, trace_us, explain_us, rendered_ms = added(model, rng, num_tokens)
                 num_chats = 1 if num_tokens > 20_000 else 5
                 num_chats *= num_tokens <= options.served_up_to
-                new, again = [], []
+                new, again, later = [], [], []
                 for _ in range(num_chats):
                     turns = turns_of(rng, num_tokens)
                     new.append(request_ms(running.address, turns))
                     again.append(request_ms(running.address, turns))
+                    turns += [Turn("assistant", "Yes."), *turns_of(rng, WORDS_PER_TURN)[:1]]
+                    later.append(request_ms(running.address, turns, REPLY_TOKENS))
                 both_us = trace_us + explain_us
                 cells = [f"{size:,}", f"{trace_us:.0f}", f"{explain_us:.0f}", f"{rendered_ms:.1f}"]
-                for times in (new, again) if num_chats else ():
+                for times in (new, again, later) if num_chats else ():
                     own_ms = statistics.median(times)
                     cells += [f"{own_ms:,.1f}", f"{0.1 * both_us / own_ms:.2f}"]
                 table.add_row(*cells)
