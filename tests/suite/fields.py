@@ -13,7 +13,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from hadal.gateway.api.field_table import API_TO_PATH, CHAT, TOKENIZE, FieldRow, Verdict, rows_of
+from hadal.gateway.api.field_rows import FieldRow, Verdict
+from hadal.gateway.api.field_table import API_TO_PATH, CHAT, TOKENIZE, rows_of
 from tests.suite.page_command import run_command
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -48,8 +48,8 @@ SETTINGS = """\
 ## Settings
 
 `hadal serve --model-name NAME` sets the model's name, which is `{model}` here; Codex chooses its tools by it. With
-tenants, the agent's key is the tenant's key. hadal-tiny is too small for coding, and of these agents only aider's
-prompts fit into its 4,096 tokens; serve a larger model with `--model FOLDER`.
+tenants, the agent's key is the tenant's key. hadal-tiny is too small for coding; serve a larger model
+with `--model FOLDER`. A prompt beyond the context is refused with the number of its tokens.
 """
 """Text of docs/agents.md below its table."""
 Row = tuple[str, ...]

@@ -27,6 +27,7 @@ from hadal.gateway.desk.service import ServedModel, read_served_model
 from hadal.gateway.text.asks import ChatAsk, Turn
 from hadal.gateway.text.chat import Prompt
 from hadal.gateway.text.edits import edit_prompt
+from tests.waiting import PATIENCE_S
 
 from .event_streams import message_of, named_events
 from .model_folder import TEMPLATE, write_model_folder
@@ -598,7 +599,7 @@ def test_a_client_looks_first_if_the_server_is_there(model: ServedModel) -> None
     betas = ",".join(f"beta-{at}-2026-01-01" for at in range(1500))
     with (
         serving(model, spell(model, "4."), keys=("k",)) as it,
-        Anthropic(base_url=it.url, api_key="k", max_retries=0, timeout=30) as client,
+        Anthropic(base_url=it.url, api_key="k", max_retries=0, timeout=PATIENCE_S) as client,
     ):
         for path in ("/", "/api/hello"):
             reply = client._client.head(f"{it.url}{path}")

@@ -17,6 +17,7 @@ from hadal.gateway.desk.service import ServedModel
 from hadal.gateway.text.asks import ContextEdit, PastCall, ReasoningEdit, ToolUsesEdit, Turn
 from hadal.gateway.text.chat import Prompt
 from hadal.gateway.text.edits import CLEARED, EditedPrompt, edit_prompt
+from tests.waiting import PATIENCE_S
 
 from .event_streams import message_of, named_events
 from .serving import serving
@@ -343,7 +344,7 @@ async def test_a_conversation_beyond_the_context_fits_after_its_edits(taught: Se
 def test_the_client_reads_the_report(taught: ServedModel) -> None:
     with (
         serving(taught, says(lambda _: "Hi.")) as it,
-        Anthropic(base_url=it.url, api_key="none", max_retries=0, timeout=30) as client,
+        Anthropic(base_url=it.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
     ):
         asked: Any = body_of(4, **EDITED)
         whole = client.beta.messages.create(**asked)

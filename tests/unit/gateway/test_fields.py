@@ -21,15 +21,8 @@ import typing_extensions
 from hadal.core.errors import RequestError
 from hadal.gateway.api import fields
 from hadal.gateway.api.description import BODY_TO_API
-from hadal.gateway.api.field_table import (
-    CHAT,
-    COMPLETION,
-    MESSAGE,
-    RESPONSE,
-    FieldRow,
-    Verdict,
-    rows_of,
-)
+from hadal.gateway.api.field_rows import FieldRow, Verdict
+from hadal.gateway.api.field_table import CHAT, COMPLETION, MESSAGE, RESPONSE, rows_of
 from hadal.gateway.api.messages.request import CountRequest, parse_messages
 from hadal.gateway.api.openai.request import parse_chat, parse_completion
 from hadal.gateway.api.responses.request import parse_response, read_response

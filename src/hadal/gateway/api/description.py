@@ -20,9 +20,10 @@ from msgspec import Meta
 
 from hadal import __version__
 from hadal.gateway.api.batches import NewBatch
+from hadal.gateway.api.field_rows import Verdict
 from hadal.gateway.api.field_table import CHAT as CHAT_FIELDS
 from hadal.gateway.api.field_table import COMPLETION as COMPLETION_FIELDS
-from hadal.gateway.api.field_table import MESSAGE, Verdict, rows_of
+from hadal.gateway.api.field_table import MESSAGE, rows_of
 from hadal.gateway.api.field_table import RESPONSE as RESPONSE_FIELDS
 from hadal.gateway.api.messages.request import CountRequest, MessagesRequest
 from hadal.gateway.api.openai.request import (

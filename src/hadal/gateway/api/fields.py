@@ -21,7 +21,8 @@ import msgspec
 
 from hadal.core.errors import RequestError
 from hadal.gateway.api.decoding import decode
-from hadal.gateway.api.field_table import API_TO_PATH, FieldRow, Verdict, rows_of
+from hadal.gateway.api.field_rows import FieldRow, Verdict
+from hadal.gateway.api.field_table import API_TO_PATH, rows_of
 
 T = TypeVar("T")
 log = logging.getLogger("hadal.gateway")

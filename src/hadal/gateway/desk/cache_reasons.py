@@ -25,8 +25,7 @@ _REASON_TO_DETAIL: dict[CacheReason, str] = {
     "on_disk": "The next blocks are on disk, and computing them was predicted to be faster.",
     "elsewhere": "Another prefill unit has more of the prompt in memory; this one was predicted to"
     " finish earlier.",
-    "weights": "The nearest prompt was computed by other weights or other code, whose KV is not"
-    " used.",
+    "weights": "The nearest prompt was computed by other weights or other code. Such KV is not used.",
     "concurrent": "The nearest prompt was still being computed when this request arrived.",
     "evicted": "The nearest prompt has the same beginning, but its blocks were evicted, not kept,"
     " or held only by a unit that took no more requests.",

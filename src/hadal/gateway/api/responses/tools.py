@@ -382,7 +382,9 @@ def _read(leaf: _Leaf, flat: str) -> Tool:
         description, strict = description + _skills(tool, where), True
     elif tool.type == SEARCH:
         parameters = parameters or object_of({"query": {"type": "string"}}, "query")
-        description = description or "Finds more tools. Those that it finds can be called then."
+        description = (
+            description or "Finds more tools. The tools in its result can be called from then on."
+        )
     if leaf.about:
         description = f"{leaf.namespace}: {leaf.about}\n\n{description or ''}"
     function = {
